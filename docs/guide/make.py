@@ -4,17 +4,14 @@
     python docs/guide/make.py            # draws docs/guide/figures again
     python docs/guide/make.py debug      # those of one guide
 
-A block ```python is run in the guide's own namespace; a block ```sh line by line, if the line is a `fedvitals` command.
-A picture `![words](figures/NAME.svg)` after a block is its `figure`. tests/project/test_guide.py plays the same.
+How blocks are run: scripts/documentation/code_blocks.py. A picture `![words](figures/NAME.svg)` after a block is
+its `figure`. tests/project/test_guide.py plays the same.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -22,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-GUIDES = ("monitor", "debug", "profile", "gradient_scale", "notebooks", "llm")
+sys.path.insert(0, str(HERE.parents[1] / "scripts"))
+
+from documentation.code_blocks import Block, Player, blocks_of  # noqa: E402 - found by the line above
+
+GUIDES = ("monitor", "debug", "profile", "prove", "gradient_scale", "notebooks", "llm", "privacy", "detector")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: small models gain nothing from more
-_PARTS = re.compile(r"^```(python|sh)\n(.*?)^```$|^!\[([^\]]*)\]\(figures/([\w-]+)\.svg\)$", re.DOTALL | re.MULTILINE)
+_PICTURE = re.compile(r"^!\[([^\]]*)\]\(figures/([\w-]+)\.svg\)$", re.MULTILINE)
 
 
 @dataclass
@@ -38,36 +39,30 @@ class Played:
 
 def play(guide: Path) -> Played:
     """Runs a guide in the folder where we are."""
-    played, names = Played(), {"__name__": "guide"}
-    for kind, code, words, picture in _PARTS.findall(guide.read_text(encoding="utf-8")):
-        if kind == "python":
-            exec(compile(code, str(guide), "exec"), names)  # noqa: S102 - the guide's own code
-        elif kind == "sh":
-            for line in code.splitlines():
-                if line.startswith("fedvitals "):
-                    played.codes[line], played.said[line] = _command(line)
+    player, pictures = Player(), {}
+    text = guide.read_text(encoding="utf-8")
+    parts = [(block.line, block) for block in blocks_of(guide)]
+    parts += [(text[: match.start()].count("\n"), match) for match in _PICTURE.finditer(text)]
+    for _, part in sorted(parts, key=lambda pair: pair[0]):
+        if isinstance(part, Block):
+            player.run(part)
         else:
-            played.pictures[picture] = _picture(names, picture, words)
-    return played
-
-
-def _command(line: str) -> tuple[int, str]:
-    from fedvitals.cli.main import main  # noqa: PLC0415 - slow to load
-
-    said = io.StringIO()
-    code = 0
-    with contextlib.redirect_stdout(said):
-        try:
-            main(shlex.split(line, comments=True)[1:])
-        except SystemExit as done:
-            code = int(done.code or 0)
-    return code, said.getvalue()
+            pictures[part[2]] = _picture(player.names, part[2], part[1])
+    return Played(pictures, player.printed, player.codes)
 
 
 def _picture(names: dict[str, Any], name: str, words: str) -> str:
     from fedvitals.plot.svg import svg_of  # noqa: PLC0415 - slow to load
 
     return svg_of(names.pop("figure"), words, name)  # taken away, so that no picture is shown twice by mistake
+
+
+def look_of(svg: str) -> tuple[set[str], set[str]]:
+    """Returns a picture's words without numbers and names with digits, and its colours: what does not depend on how a
+    training went.
+    """
+    words = {" ".join(text.split()) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)}
+    return {text for text in words if text and not re.search(r"\d", text)}, set(re.findall(r"#[0-9a-f]{6}\b", svg))
 
 
 def main() -> None:

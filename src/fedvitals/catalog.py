@@ -394,7 +394,7 @@ CATALOG = {measure.name: measure for measure in MEASURES}
 LEVELS = (
     "timings, bytes, counts, liveness, error class",
     "also sums over a cohort of at least k clients (default 10)",
-    "also per-client scalars: loss, norms, gradient scale, sample count",
+    "also per-client scalars: loss, norms, gradient scale, sample count; how data changed, and by how much",
     "also per-layer statistics, histograms, sketches, label histogram; tracebacks by a switch of their own",
     "tensors on the tape, kept on the site where they were made",
 )

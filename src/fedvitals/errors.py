@@ -47,7 +47,12 @@ class BusyError(StoreError):
 
 
 class StoreLostError(StoreError):
-    """A store whose file was overwritten by another program: `lost` records that it held are gone."""
+    """A store whose file was overwritten by another program: `lost` records that it held are gone.
+
+    Args:
+        message: What happened.
+        lost: How many records are gone.
+    """
 
     def __init__(self, message: str, lost: int) -> None:
         super().__init__(message)
@@ -55,7 +60,13 @@ class StoreLostError(StoreError):
 
 
 class MissingExtraError(FedvitalsError, ImportError):
-    """A part was used whose package is not installed."""
+    """A part was used whose package is not installed.
+
+    Args:
+        package: The package that is missing.
+        extra: The extra of fedvitals that installs it.
+        purpose: What needs it, for the message.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(

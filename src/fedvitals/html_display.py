@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-SEVERITY_COLOURS = {"critical": "#c8322a", "warning": "#e69f00", "note": "#2f7fc0"}
+from fedvitals.palette import SEVERITY_FILLS
+
 _CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 6px"
 
 
@@ -41,7 +42,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(content: object) -> str:
-    colour = SEVERITY_COLOURS.get(content) if isinstance(content, str) else None
+    colour = SEVERITY_FILLS.get(content) if isinstance(content, str) else None
     edge = f";border-left:4px solid {colour}" if colour else ""
     return f'<td style="{_CELL}{edge}">{text("–" if content is None else content)}</td>'
 

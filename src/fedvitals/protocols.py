@@ -96,7 +96,12 @@ class Sink(RecordWriter, Protocol):
     takes_transfers: bool = False
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
-        """Called before the first record, with the folder beside the store and each issue's family."""
+        """Called before the first record, with the folder beside the store and each issue's family.
+
+        Args:
+            folder: The folder beside the store.
+            families: The family of each issue.
+        """
         del folder, families
 
     def close(self) -> None:

@@ -28,7 +28,16 @@ MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Coordinates in a federation: node is «server», «edge-2» or «c7»; group is the edge, cluster or ring it is in."""
+    """Coordinates in a federation. What is None is not narrowed down: without a node, the federation as a whole.
+
+    Args:
+        run: The run's id.
+        round: The round.
+        node: «server», «edge-2» or «c7».
+        step: The local step.
+        layer: The layer's name.
+        group: The edge, cluster or ring that the node is in.
+    """
 
     run: str
     round: int | None = None
@@ -169,7 +178,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One scalar. Its name stands in `catalog`; NaN and infinity are legal values."""
+    """One scalar. Its name stands in `catalog`; NaN and infinity are legal values.
+
+    Args:
+        where: The run, round and node that it belongs to.
+        at: Seconds since the epoch.
+        name: A name of docs/metrics.md, or «user.» and a name of yours.
+        value: The number.
+        source: Which process reported it; filled in by the monitor.
+        sequence: Its number among the records of that process; filled in by the monitor.
+    """
 
     where: Where
     at: float
@@ -258,7 +276,18 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened: a log line, a drop-out, an exception, records lost."""
+    """Something that happened: a log line, a drop-out, an exception, records lost.
+
+    Args:
+        where: The run, round and node that it belongs to.
+        at: Seconds since the epoch.
+        level: «debug», «info», «warning», «error» or «critical».
+        name: What kind of event it is, such as «client.failed».
+        message: One sentence for people.
+        data: More about it, as plain JSON values.
+        source: Which process reported it; filled in by the monitor.
+        sequence: Its number among the records of that process; filled in by the monitor.
+    """
 
     where: Where
     at: float
@@ -294,7 +323,20 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a detector says: the issue, how sure, on what evidence, and who is suspected."""
+    """What a detector says: the issue, how sure, on what evidence, and who is suspected.
+
+    Args:
+        where: The run, round, node and layer that it is about; a detector leaves `run` empty.
+        at: Seconds since the epoch; a detector leaves it 0, and the monitor fills it in.
+        issue: The code of the issue, such as LABEL_NOISE (docs/issues.md).
+        severity: «note», «warning» or «critical».
+        confidence: How sure it is, from 0 to 1.
+        message: One sentence for people.
+        evidence: The numbers behind it, as plain JSON values.
+        suspects: The nodes that it names, each with a score and a reason.
+        source: Which process reported it; filled in by the monitor.
+        sequence: Its number among the records of that process; filled in by the monitor.
+    """
 
     where: Where
     at: float

@@ -19,7 +19,11 @@ def always(_moment: Moment) -> bool:
 
 
 def last() -> Schedule:
-    """Once per client-round, when its scope closes."""
+    """A schedule: once per client-round, when its scope closes.
+
+    Returns:
+        The schedule's answer for this step.
+    """
     return at_exit
 
 
@@ -29,14 +33,28 @@ def at_exit(_moment: Moment) -> bool:
 
 
 def every(n: int) -> Schedule:
-    """Steps 0, n, 2n, ... of each client-round."""
+    """A schedule: steps 0, n, 2n, ... of each client-round.
+
+    Args:
+        n: Steps between two measurements.
+
+    Returns:
+        The schedule, for `(probe, schedule)` in a monitor's list of probes.
+    """
     if n < 1:
         raise ConfigError(f"every(n) needs n of at least 1, got {n}.")
     return partial(_every, n)  # no lambda: a schedule goes along to worker processes
 
 
 def first(n: int) -> Schedule:
-    """The first n steps of each client-round."""
+    """A schedule: the first n steps of each client-round.
+
+    Args:
+        n: The number of steps.
+
+    Returns:
+        The schedule, for `(probe, schedule)` in a monitor's list of probes.
+    """
     if n < 1:
         raise ConfigError(f"first(n) needs n of at least 1, got {n}.")
     return partial(_first, n)
@@ -57,6 +75,9 @@ class budget:  # noqa: N801 - reads as its siblings every() and first()
     It measures when the allowance covers what the last measurement cost, so a slow probe is thinned out and a change
     of the step time is followed at once. Savings are capped at one measurement or `BURST_SECONDS`, whichever is more:
     no burst after a quiet stretch. `asked` and `granted` tell how much was left out.
+
+    Args:
+        percent: The share of the training time that measurements may take.
     """
 
     BURST_SECONDS = 0.01

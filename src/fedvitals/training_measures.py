@@ -277,7 +277,7 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         "held_back.loss",
         LOSS_UNIT,
         "Loss of the new global model on texts that nobody trains on: what it knew before.",
-        needs="`monitor.log(**{'held_back.loss': ...})` in the round",
+        needs="`monitor.round(number, model, held_back=samples)` or `Callback(held_back=samples)`",
         rare=True,
     ),
 )

@@ -191,18 +191,22 @@ def test_nothing_to_ask_of_nothing():
     assert what_if(timeline([whole(3.0)])) == []
 
 
-def test_remedies_are_ranked_by_their_gain_and_say_what_they_are_against():
+def test_remedies_are_ranked_by_gain_and_price_and_say_what_they_are_against():
     times = run(TEN)
     verdict = judge(times)
     found = remedies(verdict, what_if(times))
     assert verdict.kind == "upload"
-    assert [one.saving for one in found] == sorted((one.saving for one in found), reverse=True)
+    assert [next(iter(one.key)) for one in found][:3] == ["compress", "compress", "asynchronous"]
+    assert "cohort" in found[-1].key  # half of the clients is more than anybody would give up first
     assert found[0].key == {"compress": 16}
     assert found[0].why == "The run is upload-bound."
     assert found[0].change == {"compression": {"kind": "top_k", "share": 0.03125}}
     assert sum("deadline" in one.key for one in found) == 1
     assert holds_for_each(one.share >= 0.02 for one in found)
     assert remedies(verdict, what_if(times), least=0.99) == []
+    half = [row for row in what_if(times) if "cohort" in row.key]
+    assert half[0].share > 0.02
+    assert remedies(verdict, half) == []  # what leaves out half of the data is no advice by itself
 
 
 def test_who_holds_up_the_run_is_named_among_the_remedies():

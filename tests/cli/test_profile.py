@@ -281,10 +281,10 @@ def test_who_was_waited_for(tmp_path, capsys, clock):
     path = stored(tmp_path / "runs.db", told)
     found = result(capsys, "profile", "waits", "--store", path)
     assert found["clock"] == clock
-    assert found["waited_for"] == {"c7": pytest.approx(3 * 8.5 * 2), "server": pytest.approx(1.0)}
+    assert found["waiting"]["lost"] == {"c7": pytest.approx(16.0)}
     assert {found["waits"][node] for node in ("c0", "c1", "c2")} == {"c7"}
     out = shown_of(capsys, path, "waits")
-    assert "clients waited 52 s in all, for c7 98 %, server 2 %" in out
+    assert "Rounds 0 to 1 waited 16 s for c7 (" in out
     assert "waits: 4 nodes for c7; c7 for server" in out
 
 

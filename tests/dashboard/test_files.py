@@ -29,7 +29,7 @@ def test_a_page_names_every_module_that_it_needs_and_only_those_that_exist(view)
     assert named[:2] == ["app.js", f"views/{view}.js"]
     assert len(set(named)) == len(named)
     for name in named:
-        text = (STATIC / name).read_text()
+        text = files.get(name).body.decode()
         for target in re.findall(r"""from ["'](\.[^"']+)["']""", text):
             assert str(((STATIC / name).parent / target).resolve().relative_to(STATIC)) in named, (name, target)
 

@@ -175,7 +175,7 @@ def test_one_finding_in_full(asking, store):
     assert found["numbers"][0] == {
         "name": "loss_before", "title": "loss before local training", "unit": "1", "compared_as": "log",
         "value": 1.2, "usual": 0.3,
-        "of": "peers", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",
+        "of": "other clients", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",
     }  # fmt: skip
     assert found["suspects"] == [{"node": "c7", "label": "", "score": 0.96, "reason": "random wrong labels"}]
     assert [(a["kind"], a["status"], a["round"]) for a in found["actions"]] == [("quarantine", "applied", 8)]

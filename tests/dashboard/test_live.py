@@ -49,11 +49,14 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
             page.get_by_role("link", name="demo").first.click(timeout=1000 * PATIENCE)
             page.wait_for_selector("html[data-ready='overview']", state="attached", timeout=1000 * PATIENCE)
             page.evaluate("window.untouched = true")
-            seen = set()
+            seen, pace = set(), set()
             until = time.monotonic() + 90
             while time.monotonic() < until and "8/8 rounds" not in seen:
-                seen.add(page.locator(".facts").inner_text().split("\n")[1])
+                facts = page.locator(".facts").inner_text()
+                seen.add(facts.split("\n")[1])
+                pace |= {*re.findall("a round, about .+ left", facts)}
                 page.wait_for_timeout(100)
+            assert pace, "its rate and the time left stand there while it trains"
             assert "8/8 rounds" in seen
             assert len(seen) >= 3, f"it must have moved: {seen}"
             page.get_by_text("finished").first.wait_for(timeout=1000 * PATIENCE)

@@ -258,6 +258,11 @@ def test_put_together_again_the_updates_give_the_recorded_model(reader, taped):
 
 def test_without_a_client_the_model_goes_where_the_others_go(reader, taped, tape):
     found, entry = what_if(reader, *taped, LAST, [NOISY]), tape.entry(LAST)
+    # The recorded model is tested to what was measured then; the error is that of a share of so many samples.
+    score = found.score
+    assert score.recorded == pytest.approx(entry.metrics["accuracy"])
+    assert score.error == pytest.approx((score.changed * (1 - score.changed) / score.samples) ** 0.5, rel=0.01)
+    assert score.difference == pytest.approx(score.changed - score.recorded)
     start, after = flat(tape.state(LAST)["model"]), flat(tape.state(LAST + 1)["model"])
     rest = [came for came in entry.came if came.node != NOISY]
     total = sum(came.weight for came in rest)

@@ -5,14 +5,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.pages import time_costs as time_costs_module
 from fedvitals.dashboard.pages.costs import costs
-from fedvitals.dashboard.pages.time_costs import changes, time_costs, window_of
+from fedvitals.dashboard.pages.time_costs import changes, time_costs
 from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Finding, Metric, Span, Where
 from fedvitals.store import open_reader, open_store
+from fedvitals.views import timed_rounds
 from fedvitals.views.profile import profile_of
 from fedvitals.views.round import round_page, round_table
+from fedvitals.views.timed_rounds import window_of
 from fedvitals.views.topology import topology_page
 from support.conditions import holds_for_each
 from support.dashboard_server import judge, ready, serve
@@ -150,22 +151,25 @@ def test_a_page_says_of_all_rounds_what_the_terminal_says(reader):
     assert page.kind == "straggler"
     assert [one.node for one in page.stragglers] == [one.node for one in whole.stragglers] == ["c1"]
     assert {one.name: pytest.approx(one.seconds) for one in page.path} == whole.path_parts
-    assert page.waited_for[0].node == "c1"
+    assert page.waited == whole.waiting.in_words() == "Rounds 0 to 5 waited 42 s for c1 (56 % of their time)"
     assert (page.window.rounds, page.window.of) == (6, 6)
 
 
 def test_remedies_are_those_of_the_terminal(reader):
     page, whole = changes(reader, "slow"), profile_of(reader, "slow")
-    assert [one.name for one in page.remedies] == [one.name for one in whole.remedies]
+    assert [(one.name, one.after) for one in page.remedies] == [(one.name, one.after) for one in whole.remedies]
     assert page.before == pytest.approx(12.5)
-    assert [one.after for one in page.what_if] == sorted(one.after for one in page.what_if)
+    rows = {one.name: one.after for one in whole.what_if}
+    assert all(one.after == rows[one.name] for one in page.what_if)
+    assert page.remedies[0].name == "Speed up c1, or leave it out"
+    assert max(one.lost or 0.0 for one in page.what_if[:2]) <= 0.25  # what leaves out much data comes last
 
 
 def test_a_large_run_is_looked_at_in_its_newest_rounds(reader, monkeypatch):
-    monkeypatch.setattr(time_costs_module, "SPANS", 12)  # six Spans a round
+    monkeypatch.setattr(timed_rounds, "SPANS", 12)  # six Spans a round
     window = window_of(reader, "slow", None, None)
     assert (window.first, window.last, window.rounds, window.of, window.narrowed) == (4, 5, 2, 6, False)
-    monkeypatch.setattr(time_costs_module, "MOST_SPANS", 18)
+    monkeypatch.setattr(timed_rounds, "MOST_SPANS", 18)
     asked = window_of(reader, "slow", 0, 4)
     assert (asked.first, asked.last, asked.rounds, asked.narrowed) == (2, 4, 3, True)
     assert window_of(reader, "slow", 1, 2).narrowed is False
@@ -327,7 +331,7 @@ def test_the_profile_speaks_first_and_leads_to_a_round(site, page):
     page.wait_for_selector(".view-rounds[data-complete]")
     text = page.locator("main").inner_text()
     assert "straggler-bound: it waits for c1" in text
-    assert "Leave out, or mend, c1" in text
+    assert "Speed up c1, or leave it out" in text
     page.get_by_role("region", name="The slowest rounds").get_by_role("link").first.click()
     page.wait_for_selector("html[data-ready='round']")
     assert "/rounds/" in page.url

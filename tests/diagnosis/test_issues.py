@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from doc_pages import issues_page
+from documentation.pages import issues_page
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.issues import table as issues
 from fedvitals.diagnosis.issues.table import FAMILIES, ISSUES, ISSUES_BY_CODE, SEVERITIES

@@ -125,6 +125,30 @@ def test_rings_of_length_one_are_centralized_bit_for_bit(optimizer):
     assert torch.equal(run(e), run(centralized))
 
 
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_an_exchange_every_few_batches_lets_members_train_alone_between(engine):
+    """Never within a round: hierarchical is then the mean of all, and a ring passes nothing on."""
+    alone = lab.run(experiment(), None, engine=engine).state
+    for topology in (lab.Hierarchical(edges=2, every=STEPS), lab.Rings(rings=3, every=STEPS)):
+        torch.testing.assert_close(
+            lab.run(experiment(topology=topology), None, engine=engine).state, alone, **TOLERANCE
+        )
+    e = experiment(topology=lab.Rings(rings=3, every=2))
+    site = lab.Site.of(e)
+    model = site.layout.flat(site.module)
+    for number in range(e.rounds):
+        ends = {}
+        for members in site.groups.values():
+            for place, node in enumerate(members):
+                state = model
+                for step in range(STEPS):
+                    at = members[(place - (STEPS - 1) // 2 + step // 2) % len(members)]
+                    state = state - RATE * gradient(site, state, *batches(site, at, number)[step])
+                ends[node] = state
+        model = by_samples(site, ends)
+    torch.testing.assert_close(lab.run(e, None, engine=engine).state, model, **TOLERANCE)
+
+
 # -- FedBuff ----------------------------------------------------------------------------------------------------------
 
 SLOW = lab.Network(links="fibre", devices="phone", overrides={"c1": ["3g"]})

@@ -5,17 +5,15 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
 
-from fedvitals import dashboard, plot
+from fedvitals import plot
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.measurements import stamped
-from fedvitals.plot.style import SIGNED
 from fedvitals.plot.svg import for_page, svg_of
 from fedvitals.records import Metric, Run, Where
 from fedvitals.store import open_reader, open_store
@@ -145,12 +143,6 @@ def test_one_client_is_no_median(tmp_path):
     said, _ = texts(figure)
     assert "median client" in said  # at the line itself
     assert "band: loss, measured on 1 to 4 of 4 clients" in said
-
-
-def test_what_has_a_sign_has_the_pages_colours():
-    script = Path(dashboard.__file__).with_name("static") / "colour.js"
-    stops = re.search(r'SIGNED = \{\s*light: "([^"]+)"', script.read_text(encoding="utf-8"))[1]
-    assert tuple(f"#{stop}" for stop in stops.split()) == SIGNED
 
 
 def test_cells_tell_not_there_from_nan(store):

@@ -2,6 +2,7 @@
 """Low-rank adapters at the server: recognised by structure, and every sign equal to that of the full products."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 from fedvitals import lab
 from fedvitals.lab.adapters import BottleneckLinear
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.adapters.pairs import find_pairs, other_kinds, scale_of
-from fedvitals.probes.adapters.signs import ClientFactors, Factors, held_rank, mean_weights, signs_of
+from fedvitals.probes.adapters import grams as adapter_grams
+from fedvitals.probes.adapters.grams import FactorPair, PairLayout, grams_of, stacked_clients, step_products
+from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, other_kinds, scale_of
+from fedvitals.probes.adapters.signs import mean_weights, signs_of
 from fedvitals.stats import ADAPTER_COLUMNS
 from fedvitals.testing import MemorySink
 from support.adapter_runs import federate, lora_model, only_trains
@@ -71,6 +74,25 @@ def test_a_pair_is_known_by_its_shapes_beside_the_frozen_matrix():
     assert [scale_of(model, pair) for pair in pairs] == [2.0, 4.0]
 
 
+class TransposedLora(nn.Module):
+    """The adapter of many tutorials: alpha * (x @ A @ B), beside its layer and not around it."""
+
+    def __init__(self, inputs, outputs, rank, alpha):
+        super().__init__()
+        self.A = nn.Parameter(torch.randn(inputs, rank) / math.sqrt(rank))
+        self.B = nn.Parameter(torch.zeros(rank, outputs))
+        self.alpha = alpha
+
+
+@pytest.mark.parametrize("outputs", [30, 20])
+def test_a_pair_is_known_when_it_is_written_transposed(outputs):
+    layer = nn.Linear(20, outputs).requires_grad_(False)
+    model = nn.ModuleDict({"linear": layer, "lora": TransposedLora(20, outputs, 4, 8)})
+    (pair,) = pairs_of(model)
+    assert (pair.name, pair.a, pair.b, pair.rank) == ("lora", "lora.B", "lora.A", 4)
+    assert (pair.inputs, pair.outputs, scale_of(model, pair)) == (outputs, 20, 2.0)
+
+
 def test_what_only_looks_like_a_pair_is_none():
     two_layers = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 20))
     assert pairs_of(two_layers) == ()  # a bottleneck of the model's own: nothing is frozen beside it
@@ -83,6 +105,17 @@ def test_what_only_looks_like_a_pair_is_none():
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Factors:
+    b: np.ndarray
+    a: np.ndarray
+    scale: float = 1.0
+
+    @property
+    def product(self):
+        return self.scale * self.b @ self.a
+
+
 def factors(generator, rank, scale=2.0, padded=None):
     b, a = generator.normal(size=(30, rank)), generator.normal(size=(rank, 20))
     if padded:
@@ -90,21 +123,45 @@ def factors(generator, rank, scale=2.0, padded=None):
     return Factors(b, a, scale)
 
 
-def product(own):
-    return own.scale * own.b @ own.a
+def as_kept(own):
+    return FactorPair(*(adapter_grams.local(torch.from_numpy(side)) for side in (own.a, own.b)))
 
 
+def stacks_of(start, sent):
+    """The clients' updates as a monitor keeps them: what they sent, less the directions that they were sent."""
+    layouts = {}
+    for own in sent:
+        rank, sizes = len(own.a), (own.a.size, own.a.size + own.b.size)
+        pair = AdapterPair("x", "x.A", "x.B", rank, own.a.shape[1], len(own.b))
+        layouts.setdefault(rank, PairLayout((pair,), {"x.A": (0, sizes[0]), "x.B": sizes}))
+    steps = [(own.a - start.a[: len(own.a)], own.b - start.b[:, : len(own.a)]) for own in sent]
+    vectors = [torch.from_numpy(np.concatenate([a.ravel(), b.ravel()])) for a, b in steps]
+    return stacked_clients([(v, layouts[len(own.a)]) for v, own in zip(vectors, sent, strict=True)])
+
+
+def measured_signs(start, sent, weights, new, first=None):
+    """The signs of one adapter, and the directions that its clients were seen to have."""
+    whole = [[as_kept(own)] for own in (start, new)]
+    beginning = [None if first is None else as_kept(first)]
+    (grams,) = grams_of(["x"], *whole, stacks_of(start, sent), beginning)
+    scales = [start.scale, new.scale, *(own.scale for own in sent), *(() if first is None else (first.scale,))]
+    return signs_of([grams], np.array([scales]), weights, first=None if first is None else -1), grams.held
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("padded", [True, False])
-def test_every_sign_is_that_of_the_full_products(padded):
+def test_every_sign_is_that_of_the_full_products(padded, where, monkeypatch):
+    if where == "device":  # tensors stay tensors
+        monkeypatch.setattr(adapter_grams, "local", lambda values: values)
     generator, ranks = np.random.default_rng(0), (2, 4, 4, 6)
     start, weights = factors(generator, 6), np.array([0.1, 0.2, 0.3, 0.4])
     first = factors(generator, 6)
     sent = [factors(generator, r, scale=1 + r, padded=6 if padded else None) for r in ranks]
-    clients = [ClientFactors(own, rank) for own, rank in zip(sent, ranks, strict=True)]
     new = factors(generator, 6)
-    signs, parts = signs_of(start, clients, weights, new, first)
-    p, before = product(new), product(start)
-    mean = sum(w * product(own) for w, own in zip(weights, sent, strict=True))
+    signs, held = measured_signs(start, sent, weights, new, first)
+    assert held == ranks
+    p, before = new.product, start.product
+    mean = sum(w * own.product for w, own in zip(weights, sent, strict=True))
     intended = np.zeros_like(p)
     above = np.zeros_like(p)
     for k in range(6):
@@ -121,7 +178,7 @@ def test_every_sign_is_that_of_the_full_products(padded):
     expected = {
         "norm": norm(p),
         "change": norm(p - before),
-        "drift": norm(p - product(first)),
+        "drift": norm(p - first.product),
         "effective_rank": np.exp(-(shares[:6] * np.log(shares[:6])).sum()),
         "stable_rank": 1 / shares[0],
         "energy_above": (norm(kept) / norm(p)) ** 2,
@@ -130,14 +187,51 @@ def test_every_sign_is_that_of_the_full_products(padded):
         "error_by_rank": norm(p - intended) / norm(intended),
     }
     for name, value in expected.items():
-        assert getattr(signs, name) == pytest.approx(value, rel=1e-9), name
-    np.testing.assert_allclose(signs.spectrum[:6], shares[:6], rtol=1e-9)
+        assert getattr(signs, name)[0] == pytest.approx(value, rel=1e-9), name
+    np.testing.assert_allclose(signs.spectrum[0, :6], shares[:6], rtol=1e-9)
     u, _, vt = np.linalg.svd(p)
-    for part, own, weight in zip(parts, sent, weights, strict=True):
-        assert part.norm == pytest.approx(norm(product(own)))
-        assert part.change == pytest.approx(norm(product(own) - before))
-        wanted = [weight * u[:, k] @ product(own) @ vt[k] / sigma[k] for k in range(6)]
-        np.testing.assert_allclose(part.directions[:6], wanted, rtol=1e-6, atol=1e-9)
+    for place, (own, weight) in enumerate(zip(sent, weights, strict=True)):
+        assert signs.client_norms[0, place] == pytest.approx(norm(own.product))
+        assert signs.client_changes[0, place] == pytest.approx(norm(own.product - before))
+        wanted = [weight * u[:, k] @ own.product @ vt[k] / sigma[k] for k in range(6)]
+        np.testing.assert_allclose(signs.client_directions[0, place, :6], wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_adapters_of_equal_ranks_are_computed_together_as_they_are_alone():
+    generator = np.random.default_rng(4)
+    start, new = factors(generator, 4), factors(generator, 4)
+    sent = [factors(generator, 4) for _ in range(3)]
+    (grams,) = grams_of(["x"], [as_kept(start)], [as_kept(new)], stacks_of(start, sent), [None])
+    (other,) = grams_of(["x"], [as_kept(new)], [as_kept(start)], stacks_of(new, sent), [None])
+    scales, weights = np.array([[2.0] * 5, [3.0] * 5]), np.full(3, 1 / 3)
+    together = signs_of([grams, other], scales, weights, first=0)
+    for place, own in enumerate((grams, other)):
+        alone = signs_of([own], scales[place : place + 1], weights, first=0)
+        for name in ("norm", "drift", "error", "effective_rank", "spectrum", "client_directions"):
+            np.testing.assert_allclose(getattr(together, name)[place], getattr(alone, name)[0], rtol=1e-9)
+
+
+def test_a_product_of_zero_has_no_directions_and_no_rank():
+    generator = np.random.default_rng(5)
+    start, sent = factors(generator, 3), [factors(generator, 3) for _ in range(2)]
+    zero = Factors(np.zeros((30, 3)), start.a)
+    signs, _ = measured_signs(start, sent, np.array([0.5, 0.5]), zero)
+    assert (signs.norm[0], signs.effective_rank[0], signs.stable_rank[0]) == (0, 0, 0)
+    assert np.isnan(signs.client_directions).all()
+
+
+def test_a_model_of_nan_has_no_signs_and_takes_none_from_the_others():
+    generator = np.random.default_rng(5)
+    start, new, sent = factors(generator, 4), factors(generator, 4), [factors(generator, 4) for _ in range(3)]
+    lost = Factors(np.full((30, 4), np.nan), new.a)
+    whole, broken = (
+        grams_of(["x"], [as_kept(start)], [as_kept(own)], stacks_of(start, sent), [None])[0] for own in (new, lost)
+    )
+    weights = np.full(3, 1 / 3)
+    alone = signs_of([whole], np.full((1, 5), 2.0), weights, first=None)
+    both = signs_of([whole, broken], np.full((2, 5), 2.0), weights, first=None)
+    assert both.effective_rank[0] == pytest.approx(alone.effective_rank[0])
+    assert np.isnan([both.norm[1], both.effective_rank[1], both.stable_rank[1]]).all()
 
 
 def test_a_small_error_does_not_drown_in_rounding():
@@ -145,24 +239,31 @@ def test_a_small_error_does_not_drown_in_rounding():
     start = factors(generator, 4)
     sent = [Factors(start.b + 1e-5 * generator.normal(size=start.b.shape), start.a, 2.0) for _ in range(3)]
     mean = Factors(sum(own.b for own in sent) / 3, start.a, 2.0)
-    signs, _ = signs_of(start, [ClientFactors(own, 4) for own in sent], np.full(3, 1 / 3), mean)
-    assert signs.error < 1e-6
+    signs, _ = measured_signs(start, sent, np.full(3, 1 / 3), mean)
+    assert signs.error[0] < 1e-6
     moved = Factors(mean.b * (1 + 1e-4), mean.a, 2.0)
-    signs, _ = signs_of(start, [ClientFactors(own, 4) for own in sent], np.full(3, 1 / 3), moved)
-    assert signs.error == pytest.approx(1e-4, rel=1e-3)
+    signs, _ = measured_signs(start, sent, np.full(3, 1 / 3), moved)
+    assert signs.error[0] == pytest.approx(1e-4, rel=1e-3)
 
 
 def test_the_weights_of_a_mean_are_solved_and_of_something_else_are_unknown():
     generator = np.random.default_rng(2)
-    start = [generator.normal(size=(4, 9))]
-    ends = [[start[0] + generator.normal(size=(4, 9))] for _ in range(3)]
+    start, sent = factors(generator, 4), [factors(generator, 4) for _ in range(3)]
     weights = np.array([0.5, 0.2, 0.3])
-    mean = [sum(w * end[0] for w, end in zip(weights, ends, strict=True))]
-    np.testing.assert_allclose(mean_weights(start, ends, mean), weights, atol=1e-9)
-    median = [np.median([end[0] for end in ends], axis=0)]
-    assert mean_weights(start, ends, median) is None
-    assert mean_weights(start, ends, [start[0] + 0.5 * (mean[0] - start[0])]) is None  # a server's rate
-    assert mean_weights(start, ends, start) is None
+
+    def solved(combine):
+        new = Factors(combine([own.b for own in sent]), combine([own.a for own in sent]))
+        sides = [as_kept(start)], [as_kept(new)]
+        return mean_weights(step_products(["x"], *sides, stacks_of(start, sent), [4]))
+
+    def mean(parts):
+        return sum(w * part for w, part in zip(weights, parts, strict=True))
+
+    np.testing.assert_allclose(solved(mean), weights, atol=1e-9)
+    assert solved(lambda parts: np.median(parts, axis=0)) is None
+    assert solved(lambda parts: 0.5 * mean(parts)) is None
+    sides = [as_kept(start)], [as_kept(start)]
+    assert mean_weights(step_products(["x"], *sides, stacks_of(start, sent), [4])) is None  # nothing happened
 
 
 def test_directions_that_are_zero_or_as_they_were_sent_are_not_a_clients():
@@ -170,7 +271,8 @@ def test_directions_that_are_zero_or_as_they_were_sent_are_not_a_clients():
     start, small = factors(generator, 6), factors(generator, 2)
     padded = Factors(np.pad(small.b, ((0, 0), (0, 4))), np.pad(small.a, ((0, 4), (0, 0))))
     kept = Factors(np.hstack([small.b, start.b[:, 2:]]), np.vstack([small.a, start.a[2:]]))
-    assert [held_rank(own, start) for own in (padded, kept, small, start)] == [2, 2, 2, 6]
+    for own, rank in ((padded, 2), (kept, 2), (small, 2), (start, 6)):
+        assert measured_signs(start, [own], None, start)[1] == (rank,)
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------
@@ -189,8 +291,9 @@ def metrics_of(sink, node, round_index):
     return {name: value for name, value in wanted.items() if "adapter" in name}
 
 
-def test_a_loop_tells_of_its_adapters_what_full_products_do(tmp_path):
-    model = lora_model()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_loop_tells_of_its_adapters_what_full_products_do(tmp_path, device):
+    model = lora_model().to(device)
     sink, states = watched(tmp_path, model)
     errors = []
     for layer in ("0", "2"):
@@ -259,8 +362,9 @@ def test_the_lab_measures_its_adapters_and_exact_aggregation_has_no_error(tmp_pa
     assert "adapter.effective_rank" in names["exact"]
 
 
-def test_an_adapter_that_nobody_moves_is_counted(tmp_path):
-    sink, _ = watched(tmp_path, lora_model(), stepped="2.")
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (2, 4, 4)])  # of a lower rank: less than what there was is no move
+def test_an_adapter_that_nobody_moves_is_counted(tmp_path, ranks):
+    sink, _ = watched(tmp_path, lora_model(), stepped="2.", ranks=ranks)
     assert metrics_of(sink, "server", 1)["adapter.unmoved"] == 1
 
 

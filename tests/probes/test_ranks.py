@@ -41,6 +41,7 @@ def batch(number):
 
 def train(model, rank=0, ranks=1, *, watched=True, slow=None, end=lambda _: None, clip=None):
     """Train two rounds; each process has its share of every batch. Gives what a sink got, and the weights."""
+    device = next(model.parameters()).device
     sink = MemorySink()
     monitor = fv.Monitor(None, sinks=[sink], strict=True) if watched else None
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -49,7 +50,7 @@ def train(model, rank=0, ranks=1, *, watched=True, slow=None, end=lambda _: None
             monitor.host.round_begin(number, model)
             monitor.host.client_begin("a", model)
         for step in range(STEPS):
-            x, y = batch(100 * number + step)
+            x, y = (part.to(device) for part in batch(100 * number + step))
             time.sleep(0.03 if rank == slow else 0.0)
             end(step)
             optimizer.zero_grad()
@@ -59,14 +60,14 @@ def train(model, rank=0, ranks=1, *, watched=True, slow=None, end=lambda _: None
             optimizer.step()
         model.eval()
         with torch.no_grad():  # leaves FSDP's outermost parameters whole
-            model(batch(7)[0])
+            model(batch(7)[0].to(device))
         model.train()
         if monitor is not None:
             monitor.host.client_end("a")
             monitor.host.round_end(number, model)
     if monitor is not None:
         monitor.close()
-    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().numpy() for p in model.parameters()]
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu().numpy() for p in model.parameters()]
     return summary(sink), whole
 
 
@@ -76,12 +77,12 @@ def summary(sink):
     return metrics, matrices, [(e.name, e.level, e.data) for e in sink.of(Event)]
 
 
-def copies():
-    return DistributedDataParallel(network())
+def copies(device="cpu"):
+    return DistributedDataParallel(network().to(device))
 
 
-def shards():
-    model = network()
+def shards(device="cpu"):
+    model = network().to(device)
     fully_shard(model[0])
     return fully_shard(model)
 
@@ -201,8 +202,27 @@ def ranks():
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_statistics_are_those_of_one_process(ranks, kind, clip):
     case = "watched" if clip is None else "clipped"
-    (metrics, matrices, _), _ = train(network(), clip=clip)
-    (whole, layers, events), _ = ranks[f"{kind} {case}", 0]
+    check_same(train(network(), clip=clip)[0], ranks[f"{kind} {case}", 0][0], kind, clip)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["copies", "shards"])
+def test_statistics_with_nccl_are_those_of_the_model_alone(kind):
+    """A process with the only GPU: exchanges of several are tested above, with gloo."""
+    alone, _ = train(network().cuda())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed.init_process_group("nccl", f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        check_same(alone, train({"copies": copies, "shards": shards}[kind]("cuda"))[0], kind)
+    finally:
+        distributed.destroy_process_group()
+
+
+def check_same(alone, of_ranks, kind, clip=None):
+    metrics, matrices, _ = alone
+    whole, layers, events = of_ranks
     losses = [key for key in metrics if key[1].startswith("train.")]
     assert losses
     for key in [*losses, *((number, name) for name in NAMES for number in range(ROUNDS))]:

@@ -44,6 +44,8 @@ def test_a_guide_works_as_written(name, tmp_path, monkeypatch):
         assert "<svg" in svg
         drawn = GUIDE / "figures" / f"{picture}.svg"
         assert drawn.stat().st_size < 150_000, f"draw it: python docs/guide/make.py {name}"
+        stale = f"{picture} is not drawn so any more: run python docs/guide/make.py {name} and look at it"
+        assert make.look_of(svg) == make.look_of(drawn.read_text(encoding="utf-8")), stale
     taken = set(re.findall(r'"([\w-]+)": \("', (GUIDE / "screenshots.py").read_text(encoding="utf-8")))
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         if link.endswith(".png"):  # a page of the dashboard, taken by screenshots.py

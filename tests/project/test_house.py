@@ -174,14 +174,14 @@ def test_constraints_pin_every_development_dependency():
 
 
 def test_metrics_page_is_up_to_date():
-    from doc_pages import metrics_page
+    from documentation.pages import metrics_page
 
     page = ROOT / "docs" / "metrics.md"
     assert page.read_text(encoding="utf-8") == metrics_page(), "write it again with scripts/docs"
 
 
 def test_schema_page_is_up_to_date():
-    from doc_pages import schema_page
+    from documentation.pages import schema_page
 
     page = ROOT / "docs" / "schema.md"
     assert page.read_text(encoding="utf-8") == schema_page(), "write it again with scripts/docs"

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -111,11 +112,43 @@ def minimal(tmp_path_factory, wheel) -> Path:
     installed = run(*pip, folder=folder)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
-    for name in hard_dependencies("fedvitals", set()):
+    linked(packages, hard_dependencies("fedvitals", set()))
+    return folder
+
+
+def linked(packages: Path, names: set[str]) -> None:
+    """Link distributions of this environment into another one's packages, where they are not there yet."""
+    for name in names:
         files = distribution(name).files or ()
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            (packages / top).symlink_to(Path(str(distribution(name).locate_file(top))).resolve())
-    return folder
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution(name).locate_file(top))).resolve())
+
+
+def test_example_is_shown_without_torch_by_one_line(minimal, tmp_path):
+    """As `uvx --from 'fedvitals[dashboard] @ WHEEL' fedvitals ui --demo`: the first page, and the runs on it."""
+    (packages,) = (minimal / "env" / "lib").glob("python*/site-packages")
+    extra = {"fastapi", "uvicorn"} | hard_dependencies("fastapi", set()) | hard_dependencies("uvicorn", set())
+    linked(tmp_path, extra)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [minimal / "env/bin/python", "-m", "fedvitals.cli", "ui", "--demo", "--no-open", "--port", "0"]
+    environment |= {"PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = re.search(r"http://[^/]+", process.stdout.readline())[0]
+            with urllib.request.urlopen(f"{address}/") as page, urllib.request.urlopen(f"{address}/api/runs") as runs:
+                assert b"<html" in page.read()
+                assert b"hospitals" in runs.read()
+        finally:
+            process.terminate()
+    assert not (packages / "torch").exists()
+    assert not (tmp_path / "torch").exists()
+
+
+def test_example_without_the_dashboards_packages_says_which_line_works(minimal):
+    result = run(minimal / "env/bin/fedvitals", "ui", "--demo", folder=minimal)
+    assert result.returncode == 2
+    assert "uvx --from 'fedvitals[dashboard] @ WHEEL' fedvitals ui --demo" in result.stderr
 
 
 def test_wheel_holds_the_package_and_its_type_mark(wheel):

@@ -25,9 +25,10 @@ from support.verbs import result, run
 
 pytestmark = pytest.mark.thorough  # each page is a dozen pictures
 
-SECTIONS = (
-    "What to do next", "Findings", "Learning", "Clients", "Layers and gradients", "Time, memory and bytes",
-    "Configuration and versions", "How sure, and what was not measured",
+SECTIONS = ("What happened", "Evidence", "What to do", "Appendix")
+FOLDED = (
+    "Vital signs", "Clients", "Layers and gradients", "Time, memory and bytes", "Configuration and versions",
+    "How sure, and what was not measured",
 )  # fmt: skip
 VOID = ("meta", "br", "use", "path", "rect", "image", "line", "polygon")
 
@@ -109,6 +110,11 @@ def test_the_story_has_all_its_parts(pages):
     found = pages[pictured.FULL]
     titles = re.findall(r"<h2[^>]*>(.*?)</h2>", found)
     assert titles == list(SECTIONS)
+    appendix = found[found.index('id="appendix"') :]
+    assert tuple(re.findall(r"<details><summary><h3[^>]*>(.*?)</h3></summary>", appendix)) == FOLDED
+    assert found.index('id="appendix"') > found.index("<svg")
+    own = re.sub(r"<(style|svg|details).*?</\1>|<[^>]+>", " ", found[: -len(appendix)], flags=re.DOTALL)
+    assert len(own.split()) < 500  # three findings, on a page or two
     assert found.count("<svg") >= 14
     assert "could not be drawn" not in found
     words = " ".join(Page(found).words)
@@ -201,6 +207,8 @@ def test_markdown_has_its_pictures_beside_it(store, tmp_path):
     assert "\n# " in f"\n{text}"
     for title in SECTIONS:
         assert f"\n## {title}\n" in text
+    for title in FOLDED:
+        assert f"\n### {title}\n" in text
 
 
 def test_the_verb_writes_and_says_so(store, tmp_path, capsys, monkeypatch):
@@ -208,7 +216,7 @@ def test_the_verb_writes_and_says_so(store, tmp_path, capsys, monkeypatch):
     code, out, _ = run(capsys, "report", pictured.FULL, "--store", store)
     assert code == 0
     assert out.startswith("synthetic-report.html  ")
-    assert "ill: c7 sends" in out
+    assert "Problem: c7 sends" in out
     told = result(capsys, "report", pictured.FULL, pictured.HOSTILE, "-o", tmp_path / "two.html", "--store", store)
     assert told["runs"] == [pictured.FULL, pictured.HOSTILE]
     assert told["bytes"] == (tmp_path / "two.html").stat().st_size

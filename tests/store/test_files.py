@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from doc_pages import schema_page
+from documentation.pages import schema_page
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.store import ddl, open_reader, open_store, schema

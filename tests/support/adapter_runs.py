@@ -51,7 +51,7 @@ def _client(monitor, model, place, rank, generator, scale, stepped):
     optimizer = torch.optim.Adam(steps, 0.02)
     with monitor.client(f"c{place}", own):
         for _ in range(3):
-            x = torch.randn(8, 20, generator=generator)
+            x = torch.randn(8, 20, generator=generator).to(own[0].lora_A.weight.device)
             optimizer.zero_grad()
             (own(x) - x[:, :16] * place).square().mean().backward()
             optimizer.step()

@@ -7,9 +7,10 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from fedvitals.dashboard.files import TYPES, WRITTEN
 from support.waiting import PATIENCE
 
 GALLERY = Path(__file__).resolve().parent / "chart_gallery"
@@ -17,6 +18,16 @@ STATIC = Path(__file__).resolve().parents[2] / "src" / "fedvitals" / "dashboard"
 
 
 class Files(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        name = urlsplit(self.path).path.removeprefix("/static/")
+        if name not in WRITTEN:
+            super().do_GET()
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", TYPES[PurePosixPath(name).suffix])
+        self.end_headers()
+        self.wfile.write(WRITTEN[name]().encode())
+
     def translate_path(self, path: str) -> str:
         wanted = unquote(urlsplit(path).path)
         if wanted.startswith("/static/"):

@@ -50,7 +50,7 @@ def series(condition, rng, *, whole=False):
     elif condition.scenario == "baseline":
         accuracy = accuracy + rng.normal(0, 0.002, condition.rounds)
         if not condition.clipped:
-            size = {"hierarchical": 0.25, "rings": 0.2}.get(condition.topology, 0.01)
+            size = {"hierarchical": 0.25, "rings": 0.2}.get(condition.topology, 0.03)
             accuracy[rng.choice(condition.rounds - 1, min(3, condition.rounds - 1), replace=False) + 1] -= size
     gsc, layers = scale(condition, rng, condition.rounds)
     found = {
@@ -93,20 +93,23 @@ def iterations(condition, rng):
     points = condition.rounds * condition.iterations
     within = np.tile(np.linspace(0, 1, condition.iterations), condition.rounds)
     gsc, layers = scale(condition, rng, points)
-    loss, signed, absolute = {}, {}, {}
+    loss, signed, absolute, starts = {}, {}, {}, {}
     for edge in range(5):
         name = f"edge-{edge}"
-        loss[name] = 3.7 * np.exp(-np.arange(points) / points * 3) * rng.lognormal(0, 0.03, points)
+        loss[name] = 3.7 * np.exp(-np.arange(points) / points * 3) * rng.lognormal(0, 0.003, points)
         absolute[name] = (20 - 8 * within) * rng.lognormal(0, 0.03, points)
         if not condition.clipped and condition.rounds > 4:
             begin = condition.iterations * int(rng.integers(3, condition.rounds - 1)) + 4
             end = begin + condition.iterations - 4
             loss[name][begin:end] *= np.linspace(1.5, 4, end - begin)
             absolute[name][begin:end] *= 2.5
+        starts[name] = loss[name].reshape(condition.rounds, -1)[:, 0] * 1.02
         signed[name] = absolute[name] * rng.normal(0, 0.2, points)
     return {
         "iteration.loss": loss, "iteration.difference": signed, "iteration.difference_absolute": absolute,
         "iteration.gsc": gsc * np.exp(within), **{f"iteration.{name}": values for name, values in layers.items()},
+        "iteration.test_loss": loss, "start.test_loss": starts,
+        **{f"iteration.{name.replace('gradient.', 'gradient.full.')}": values for name, values in layers.items()},
     }  # fmt: skip
 
 

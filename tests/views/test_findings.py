@@ -308,7 +308,7 @@ def test_a_node_in_full(store, capsys):
         "when      since round 1",
         "how sure  90%",
         "update norm",
-        "peers",
+        "other clients",
         "6.1",
         "view      server",
         "suspect   c2 (0.4) like it",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remedies for a run's bottleneck, ranked by the gain computed for this run.
+"""Remedies for a run's bottleneck, ranked by the gain computed for this run and by what it costs.
 
 Each comes from a row of the what-if table. Where the lab can re-run it, it carries the change of the experiment as
 data: dotted names of fields, as `lab.read(text, changes)` takes them, and their values. A value relative to the present
@@ -20,6 +20,24 @@ from fedvitals.plain_json import copied
 LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
 ENOUGH = 0.8  # of the most that a deadline could save: of those that do, the one that leaves out the fewest
 MOST_LOST = 0.5  # share of the data; a deadline that leaves out more is none that anybody would set
+TOO_MUCH = 0.25  # share of the data; what leaves out more comes after everything else, and is no advice by itself
+# Of a gain of each kind, the share that counts when remedies are ranked; the rest is what it costs in learning.
+WORTH = {
+    "loading_workers": 1.0,
+    "evaluate_every": 1.0,
+    "without": 0.9,
+    "aggregate": 0.9,
+    "server": 0.9,
+    "batch": 0.8,
+    "compress": 0.8,
+    "compress_download": 0.8,
+    "over_select": 0.6,
+    "asynchronous": 0.6,
+    "deadline": 0.6,
+    "steps": 0.5,
+    "cohort": 0.5,
+}
+SPARSE = 0.7  # of the same, for updates of which most is not sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ NAMES = {
     "deadline": "Close each round after {:.3g} s",
     "over_select": "Ask {} times as many clients as are needed, and take the first",
     "asynchronous": "Aggregate asynchronously, {} updates at a time",
-    "without": "Leave out, or mend, {}",
+    "without": "Speed up {}, or leave it out",
 }
 HELPS = {  # what each is against: a remedy for what a run is bound by says so
     "compress": ("upload",),
@@ -75,11 +93,28 @@ HELPS = {  # what each is against: a remedy for what a run is bound by says so
 
 
 def remedies(verdict: RunVerdict, rows: Sequence[WhatIfRow], *, least: float = LEAST) -> list[Remedy]:
-    """Return the remedies that save at least a share `least` of a round, the largest gain first."""
-    applicable = [_remedy(row, verdict) for row in _select_rows(rows) if row.share >= least]
+    """Return the remedies that save at least a share `least` of a round, what gains most for its price first.
+
+    What leaves out a quarter of the data comes last, and is no remedy where there is no other.
+    """
+    selected = [row for row in by_worth(_select_rows(rows)) if row.share >= least]
+    applicable = [(_rank(row), _remedy(row, verdict)) for row in selected]
     if verdict.kind == STRAGGLER and verdict.without is not None:
-        applicable.append(_without(verdict, verdict.without))
-    return sorted(applicable, key=lambda remedy: -remedy.saving)
+        mended = _without(verdict, verdict.without)
+        applicable.append(((False, -WORTH["without"] * mended.share), mended))
+    applicable.sort(key=lambda entry: entry[0])
+    return [remedy for _, remedy in applicable] if any(not rank[0] for rank, _ in applicable) else []
+
+
+def by_worth(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
+    """Return the rows of a what-if table, what gains most for its price first; what leaves out much data last."""
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: WhatIfRow) -> tuple[bool, float]:
+    lost = row.lost or 0.0
+    worth = SPARSE if row.key == {"compress": 16} else WORTH[_kind(row)]
+    return lost > TOO_MUCH, -row.share * worth * (1 - lost)
 
 
 def _select_rows(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
@@ -116,8 +151,8 @@ def _without(verdict: RunVerdict, after: float) -> Remedy:
     saving = verdict.seconds - after
     why = f"Slow in {verdict.bound_by}." if verdict.bound_by else "The run is straggler-bound."
     assumes = "The others' times stay as they are."
-    costs = "Their data, unless they are mended."
-    name = NAMES["without"].format(names)
+    costs = "A faster machine or link; their data, if they are left out."
+    name = NAMES["without"].format(names) if len(slow) == 1 else f"Speed up {names}, or leave them out"
     share = saving / verdict.seconds
     key = {"without": [*slow]}
     return Remedy(key, name, why, verdict.seconds, after, saving, share, costs, assumes, None)

@@ -15,6 +15,8 @@ from fedvitals.analysis.critical_path import CriticalPath, critical_path, withou
 from fedvitals.analysis.timeline import RoundTime, asynchronous
 from fedvitals.resources.node_spans import UNACCOUNTED
 
+COSTLY = 0.01  # of all rounds' time: who cost less is named only where everybody is
+
 
 class ClientRound(NamedTuple):
     """A client's part in one round."""
@@ -59,6 +61,12 @@ def stragglers(
             lost[path.slowest] = lost.get(path.slowest, 0.0) + max(0.0, path.seconds - path.without)
     worst = sorted(lost, key=lambda node: -lost[node])[:most]
     return [_straggler(node, paths, lost[node]) for node in worst]
+
+
+def costly(slow: Sequence[Straggler], times: Sequence[RoundTime]) -> list[Straggler]:
+    """Return those that cost at least a hundredth of the rounds' time."""
+    least = COSTLY * sum(time.seconds for time in times)
+    return [straggler for straggler in slow if straggler.seconds_lost >= least > 0]
 
 
 def _straggler(node: str, paths: Sequence[CriticalPath], seconds_lost: float) -> Straggler:

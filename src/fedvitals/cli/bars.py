@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bars, strips and plots for a terminal: every part has a letter and a colour, so that they read without colours, too.
 
-The colours are those of Okabe and Ito (2008), which people with any colour vision tell apart.
+The colours are those of the dashboard on dark paper (fedvitals/palette.py).
 """
 
 from __future__ import annotations
@@ -13,45 +13,30 @@ from itertools import pairwise
 
 from rich.text import Text
 
+from fedvitals.palette import CLIENT, DARK_PARTS, SERIES_DARK
 from fedvitals.time_parts import WORK
 
-ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
-    "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#8a8a8a",
-)  # fmt: skip
+_LETTERS = {
+    "download": "D", "data": "L", "compute": "C", "forward": "F", "backward": "B", "optimizer": "O", "measure": "M",
+    "upload": "U", "receive": "R", "aggregate": "A", "evaluate": "E", "examine": "X", "queue": "q", "start": "s",
+    "reply": "r", "wait": "·", "idle": "i", "away": "-", "unaccounted": "?",
+}  # fmt: skip
+_INKLESS = ("wait", "idle", "away")  # in the terminal's own colour
 PARTS: Mapping[str, tuple[str, str]] = {
-    "download": ("D", GREEN),
-    "data": ("L", YELLOW),  # loading
-    "compute": ("C", SKY),
-    "forward": ("F", SKY),
-    "backward": ("B", BLUE),
-    "optimizer": ("O", "#88ccee"),
-    "measure": ("M", "#bbbbbb"),
-    "upload": ("U", RED),
-    "receive": ("R", ORANGE),
-    "aggregate": ("A", PINK),
-    "evaluate": ("E", ORANGE),
-    "examine": ("X", SKY),
-    "queue": ("q", "#666666"),
-    "start": ("s", "#666666"),
-    "reply": ("r", "#666666"),
-    "wait": ("·", ""),
-    "idle": ("i", ""),
-    "away": ("-", ""),
-    "unaccounted": ("?", "#ffffff"),
+    part: (letter, "" if part in _INKLESS else DARK_PARTS[part]) for part, letter in _LETTERS.items()
 }
+GREY = "#8a8a8a"
 KINDS: Mapping[str, tuple[str, str]] = {  # what a round is bound by
-    "compute": ("C", SKY),
-    "upload": ("U", RED),
-    "download": ("D", GREEN),
-    "data loading": ("L", YELLOW),
-    "aggregation": ("A", PINK),
-    "server": ("R", ORANGE),
-    "straggler": ("S", BLUE),
+    **{kind: (letter, DARK_PARTS[kind]) for kind, letter in (
+        ("compute", "C"), ("upload", "U"), ("download", "D"), ("data loading", "L"), ("aggregation", "A"),
+        ("server", "R"),
+    )},
+    "straggler": ("S", CLIENT),
     "waiting": ("·", GREY),
     "nothing": ("-", GREY),
     "unaccounted": ("?", GREY),
-}
-RUNS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
+}  # fmt: skip
+RUNS = SERIES_DARK
 BLOCKS = "▁▂▃▄▅▆▇█"
 SEVERAL = "+"
 STRETCH = 4  # cells between two rounds, at most

@@ -11,6 +11,7 @@ import click
 from fedvitals.cli.case_cards import COLOURS
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import APART, new_console, new_table, number, shown
+from fedvitals.palette import DARK
 from fedvitals.views.units import compared
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -
     good = (change.difference > 0) == (row.better == "higher")
     if change.beyond_chance is False:
         return f"[dim]{size}[/dim]"
-    return f"[{'#009e73' if good else '#d55e00'}]{size}[/]"
+    return f"[{DARK['ok-fill'] if good else DARK['critical-fill']}]{size}[/]"
 
 
 def _size(change: Change, row: ComparisonRow) -> str:

@@ -125,7 +125,9 @@ def _closing(
     )
     if standing:
         worst = standing[0]
-        console.print(f"{worst.name} stands out most ({worst.why}), {number(worst.score)}× the spread of its peers.")
+        console.print(
+            f"{worst.name} stands out most ({worst.why}), {number(worst.score)}× the spread of the other clients."
+        )
     console.print("\n[bold]Findings[/bold]")
     if findings:
         case_cards.print_list(console, findings.cases, ROWS)

@@ -10,7 +10,7 @@ import click
 
 from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
-from fedvitals.cli.screen import new_console, shown
+from fedvitals.cli.screen import new_console, print_verdict, shown
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.abstentions import Examined
@@ -54,6 +54,7 @@ def command(
     from fedvitals.views.cases import actions_about, failures_of
     from fedvitals.views.gaps import examination_of
     from fedvitals.views.labels import labels_of, node_of
+    from fedvitals.views.verdict import verdict_of
 
     with opened_run(store, run) as (reader, chosen):
         labels = labels_of(reader, chosen)
@@ -67,6 +68,7 @@ def command(
         clients = _verdicts(reader, chosen, number, cases_listed)
         errors = failures_of(reader, chosen, cases_listed)
         examination = examination_of(reader, chosen)
+        verdict = verdict_of(reader, chosen) if number is None and node is None else None
         examined, missing = examination.examined, examination.gaps
     cards = [(case, actions_about(case, actions), error) for case, error in zip(cases_listed, errors, strict=True)]
     if as_json:
@@ -75,6 +77,9 @@ def command(
         result |= {"examined": case_cards.examined_as_json(examined), "not_judged": missing}
         print_json("findings", result)
     else:
+        if verdict is not None and cases_listed:
+            print_verdict(new_console(), verdict)
+            click.echo()
         _print(cards, _judged(installed, missing, examined, chosen), labels, full=everything or node is not None)
         if cases_listed:
             click.echo(f"\n{statement(installed, missing, examined, silent=False)}")

@@ -32,6 +32,7 @@ VERBS = {
     "bisect": "fedvitals.cli.bisect",
     "query": "fedvitals.cli.query",
     "export": "fedvitals.cli.export",
+    "mcp": "fedvitals.cli.mcp",
     "alerts": "fedvitals.cli.alerts",
     "lab": "fedvitals.cli.lab.command",
     "flower": "fedvitals.cli.flower",

@@ -14,14 +14,15 @@ from fedvitals.cli.options import newest_run_stated, print_json, store_options
 @click.option("--force", is_flag=True, help="Write over a file that is no report of ours.")
 @store_options
 def command(runs: tuple[str, ...], output: str | None, force: bool, store: str | None, as_json: bool) -> None:
-    """Write a run's report: verdict, findings with evidence, what to do next, learning, clients, layers, profile,
-    configuration, and what was not measured. Of several runs: the comparison.
+    """Write a run's report: what happened, the evidence, what to do, and an appendix on clients, layers, time,
+    configuration and what was not measured. Of several runs: the comparison.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all. HTML is one
     file that needs nothing else; PDF is printed by Chromium; Markdown has its pictures beside it, in FILE_files.
     """
     from pathlib import Path
 
+    from fedvitals.report.findings_part import STATES
     from fedvitals.report.write import report
     from fedvitals.store import open_reader
     from fedvitals.views.units import size
@@ -35,4 +36,5 @@ def command(runs: tuple[str, ...], output: str | None, force: bool, store: str |
     beside = f" and {len(written.pictures)} pictures beside it" if written.pictures else ""
     click.echo(f"{written.file}  {size(written.bytes)}{beside}")
     for verdict in written.verdicts:
-        click.echo("".join(c if c.isprintable() else "?" for c in f"{verdict.state}: {verdict.headline}"))
+        line = f"{STATES[verdict.state]}: {verdict.headline}"
+        click.echo("".join(c if c.isprintable() else "?" for c in line))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.options import print_json, store_options
-from fedvitals.cli.screen import WIDE, new_console, new_table, number, seconds, shown, size
+from fedvitals.cli.screen import WIDE, new_console, new_table, number, seconds, shown, size, with_unit
 from fedvitals.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ def _print_table(
     names, ids = [run.name for run in runs], [run.id for run in runs]
     cells = [_figures(run, states[run.id], judged=not missing[run.id]) for run in runs]
     titles = ("rounds", "clients", "accuracy", "loss", "alerts", "time")
-    figures = sum(1 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
+    figures = sum(2 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
 
     def room() -> int:
-        return int(console.width) - figures - 1 - max(map(len, ids))
+        return int(console.width) - figures - 2 - max(map(len, ids))
 
     if room() < min(NAME, max(map(len, names))):
         ids = distinct_beginnings(ids, TIME)
@@ -107,7 +107,14 @@ def _figures(run: RunSummary, state: str, *, judged: bool) -> tuple[str, ...]:
     alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
     lost = f" ({run.lost} lost)" if run.lost else "" if judged else " (?)"
     time = seconds(run.seconds) if run.finished else state
-    return str(run.rounds), str(run.clients), number(run.accuracy), number(run.loss), f"{alerts}{lost}", time
+    return (
+        str(run.rounds),
+        str(run.clients),
+        with_unit(run.accuracy, "share"),
+        number(run.loss),
+        f"{alerts}{lost}",
+        time,
+    )
 
 
 @command.command()

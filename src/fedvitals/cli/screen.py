@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+    from fedvitals.views.verdict import Verdict
+
 __all__ = [
-    "APART", "WIDE", "new_console", "new_progress", "new_table", "number", "seconds", "shown", "size", "sparkline",
-    "with_unit",
+    "APART", "WIDE", "new_console", "new_progress", "new_table", "number", "print_verdict", "seconds", "shown",
+    "size", "sparkline", "with_unit",
 ]  # fmt: skip
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -75,3 +77,13 @@ def shown(text: str) -> str:
     from rich.markup import escape
 
     return escape("".join(c if c.isprintable() else "?" for c in text))
+
+
+def print_verdict(console: Any, verdict: Verdict) -> None:
+    """Print the verdict on a run in the dashboard's words: what happened, what was seen, what to do first."""
+    console.print(f"[bold]{shown(verdict.headline)}[/bold]", soft_wrap=True)
+    if verdict.why:
+        console.print(shown(verdict.why), soft_wrap=True)
+    if verdict.next_step:
+        console.print(f"[bold]Next step:[/bold] {shown(verdict.next_step)}", soft_wrap=True)
+    console.print(f"[dim]{shown(verdict.detail)}[/dim]", soft_wrap=True)

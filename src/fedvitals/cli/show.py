@@ -11,12 +11,23 @@ import click
 
 from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
-from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size, sparkline, with_unit
+from fedvitals.cli.screen import (
+    new_console,
+    new_table,
+    number,
+    print_verdict,
+    seconds,
+    shown,
+    size,
+    sparkline,
+    with_unit,
+)
 from fedvitals.views.metric_titles import metric_title
 
 if TYPE_CHECKING:
     from fedvitals.store.read.reader import Reader
     from fedvitals.views.card import Card
+    from fedvitals.views.verdict import Verdict
 
 ROWS = 8  # of clients and layers, unless --all
 LONGEST = 30  # characters of a client's name in the table
@@ -43,24 +54,25 @@ def command(run: str | None, node: str | None, everything: bool, store: str | No
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card
     from fedvitals.views.status import run_states
+    from fedvitals.views.verdict import verdict_of
 
     with opened_run(store, run) as (reader, chosen):
         if node is not None:
             _show_node(reader, chosen, node, as_json)
             return
-        card, state = health_card(reader, chosen), run_states(reader)[chosen]
+        card, state, verdict = health_card(reader, chosen), run_states(reader)[chosen], verdict_of(reader, chosen)
     if as_json:
         own = {"cases": [case_cards.as_json(case) for case in card.cases], "tape_bytes": tape_bytes(store, chosen)}
-        own["state"] = state
+        own |= {"state": state, "verdict": verdict}
         own["examined"] = case_cards.examined_as_json(card.examined)
         print_json("show", {name: getattr(card, name) for name in card.__slots__} | own)
     else:
-        _print(card, state, everything, store)
+        _print(card, verdict, state, everything, store)
 
 
-def _print(card: Card, state: str, everything: bool, store: str | None) -> None:
+def _print(card: Card, verdict: Verdict, state: str, everything: bool, store: str | None) -> None:
     console = new_console()
-    _head(console, card, state, store)
+    _head(console, card, verdict, state, store)
     console.print(_signs(card))
     rows = None if everything else ROWS
     if card.clients:
@@ -74,7 +86,7 @@ def _print(card: Card, state: str, everything: bool, store: str | None) -> None:
             console.print(f"  {shown(names)}: [dim]needs {shown(needs)}[/dim]", soft_wrap=True)
 
 
-def _head(console: Any, card: Card, state: str, store: str | None) -> None:
+def _head(console: Any, card: Card, verdict: Verdict, state: str, store: str | None) -> None:
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import how_often
 
@@ -97,18 +109,18 @@ def _head(console: Any, card: Card, state: str, store: str | None) -> None:
         console.print(
             f"[dim]On tape, {size(tape)}: `fedvitals replay {shown(run.id)}` runs it again.[/dim]", soft_wrap=True
         )
-    _health(console, card, store)
+    _health(console, card, verdict, store)
 
 
-def _health(console: Any, card: Card, store: str | None) -> None:
+def _health(console: Any, card: Card, verdict: Verdict, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
     from fedvitals.diagnosis.gaps import statement
 
     where = f" --store {shown(shlex.quote(store))}" if store else ""
     how = f"fedvitals findings {shown(card.run.id)} --notes{where}"
     if not card.detectors and not card.cases:
-        verdict = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
-        console.print(f"Health: {verdict} Here is what stands out, for your eyes.\n", soft_wrap=True)
+        judged = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
+        console.print(f"Health: {judged} Here is what stands out, for your eyes.\n", soft_wrap=True)
         return
     stated = shown(statement(card.detectors, card.gaps, card.examined, silent=not card.cases))
     if not card.cases:
@@ -116,6 +128,7 @@ def _health(console: Any, card: Card, store: str | None) -> None:
         case_cards.print_hidden_notes(console, card.notes, how)
         console.print()
         return
+    print_verdict(console, verdict)
     console.print(f"[bold]Health[/bold]: {case_cards.counted(card.cases)}.")
     case_cards.print_list(console, card.cases, ROWS, card.labels)
     console.print(stated, soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from fedvitals.cli.options import opened_run, store_option
-from fedvitals.errors import MissingExtraError
+from fedvitals.errors import ConfigError, MissingExtraError
 
 
 @click.command()
@@ -58,7 +58,11 @@ def command(
     from fedvitals.dashboard.example import unpack
 
     with tempfile.TemporaryDirectory(prefix="fedvitals-demo-") as folder:
-        show(str(unpack(Path(folder))), run=run, open_browser=not no_open, **where)
+        try:
+            show(str(unpack(Path(folder))), run=run, open_browser=not no_open, **where)
+        except MissingExtraError as error:
+            line = "uvx --from 'fedvitals[dashboard] @ WHEEL' fedvitals ui --demo"
+            raise ConfigError(f"{error}\nWithout installing anything:  {line}") from error
 
 
 def show(store: str | None, *, run: str | None = None, open_browser: bool, **where: Any) -> None:

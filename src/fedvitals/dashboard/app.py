@@ -25,6 +25,7 @@ from fedvitals.views.run_figures import Figures
 COMPARED = 80  # runs whose figures are remembered
 ROUTES = (
     "status", "records", "runs", "overview", "findings", "clients", "layers", "adapters", "rounds", "replay", "compare",
+    "report",
 )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from fedvitals import palette
+
 STATIC = Path(__file__).with_name("static")
 TYPES = {
     ".js": "text/javascript; charset=utf-8",
@@ -26,6 +28,8 @@ TYPES = {
     ".svg": "image/svg+xml",
     ".html": "text/html; charset=utf-8",
 }
+# Written by the palette, not files of the folder.
+WRITTEN = {"palette.css": palette.stylesheet, "palette.js": palette.javascript}
 # With one more name behind it, a list becomes one of its entries: as in app.js.
 ENTRIES = {"clients": "client", "rounds": "round", "findings": "finding"}
 _IMPORT = re.compile(r"""^\s*(?:import|export)\b(?:[^"';]*?\bfrom)?\s*["'](\.[^"']+)["']""", re.MULTILINE)
@@ -63,6 +67,10 @@ class Files:
         kind = TYPES.get(PurePosixPath(name).suffix)
         if kind is None or PurePosixPath(name).is_absolute() or ".." in name or "\\" in name or "\x00" in name:
             return None
+        if name in WRITTEN:
+            if name not in self._files:
+                self._files[name] = _file(WRITTEN[name]().encode(), kind, (0, 0))
+            return self._files[name]
         path = self._folder / name
         try:
             status = path.stat()

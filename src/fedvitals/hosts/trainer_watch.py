@@ -41,6 +41,7 @@ class TrainerWatch:
     `monitor`: a `Monitor`, the observer of a worker process, or the store of a new run. `client`: the name of the
     client where none is open. `steps`: optimiser steps in a round of a run of its own; None: what the trainer chooses.
     `settings`: of `Monitor`, where a store is given. `losses`: what the trainer calls the loss of the training.
+    `held_back`: samples that are measured after each round of a run of its own.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TrainerWatch:
         loss: Callable[..., Any] | None,
         settings: Mapping[str, Any],
         losses: Sequence[str] = ("loss",),
+        held_back: Any = None,
     ) -> None:
         if not isinstance(monitor, Monitor | WorkerObserver | str | os.PathLike | None):
             raise ConfigError(f"Callback(monitor) takes a fv.Monitor or the file of a store; got {monitor!r}.")
@@ -64,7 +66,7 @@ class TrainerWatch:
         self._monitor: Any = monitor
         self._client, self._named = NODE if client is None else node_name(client), client is not None
         self.steps, self._data, self._loss, self._settings = steps, data, loss, dict(settings)
-        self._losses = losses
+        self._losses, self._held_back = losses, held_back
         self._open = ExitStack()  # inside of a federation: the client's scope, or the stretch in which its model trains
         self._observer: Any = None  # takes the client's metrics
         self._rounds: ModelRun | None = None  # of a run of its own
@@ -154,7 +156,7 @@ class TrainerWatch:
             monitor = Monitor(monitor, **{"run": "trainer", **self._settings})
         atexit.register(self._end_at_exit)  # after the monitor's own, which then comes later
         self._observer = monitor
-        self._rounds = ModelRun(monitor, model, self._data, self._loss, self._client)
+        self._rounds = ModelRun(monitor, model, self._data, self._loss, self._client, self._held_back)
 
     def _is_in_round(self, around: Any) -> bool:
         """Whether a round of the monitor is open here."""

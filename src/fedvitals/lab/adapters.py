@@ -36,14 +36,20 @@ A, B, RESIDUAL = "lora_A.weight", "lora_B.weight", "residual"
 
 
 class Lora(Description, frozen=True):
-    """Low-rank adapters of the dense layers whose names match `targets`.
+    """Low-rank adapters of dense layers: y = W x + α/r · B A x.
 
-    `ranks` and `alphas` are those of single clients. A client of a lower rank receives and trains the first rows of A
-    and columns of B, and what it lacks counts as 0. Its α/r is the experiment's, unless `alphas` names its α.
+    A client of a lower rank receives and trains the first rows of A and columns of B, and what it lacks counts as 0.
+    Its α/r is the experiment's, unless `alphas` names its α.
 
-    `aggregation` is «zero_padded»: A and B are averaged as they are; «rank_partitioned»: each of the r directions is
-    averaged over the clients that have it; or «exact»: as the mean of products is not the product of means, the server
-    adds the difference to the frozen weight (FedEx-LoRA, Singhal et al. 2024).
+    Args:
+        rank: r.
+        alpha: α.
+        targets: Patterns of the names of the layers that get one.
+        ranks: The ranks of single clients.
+        alphas: The α of single clients.
+        aggregation: «zero_padded»: A and B are averaged as they are; «rank_partitioned»: each of the r directions is
+            averaged over the clients that have it; «exact»: as the mean of products is not the product of means, the
+            server adds the difference to the frozen weight (FedEx-LoRA, Singhal et al. 2024).
     """
 
     rank: int = 8
@@ -114,7 +120,12 @@ class Lora(Description, frozen=True):
 
 
 class Bottleneck(Description, frozen=True):
-    """Two small dense layers with a skip connection after each dense layer whose name matches `targets`."""
+    """Adapters: two small dense layers with a skip connection after each dense layer whose name matches.
+
+    Args:
+        width: The width between the two layers.
+        targets: Patterns of the layers' names.
+    """
 
     width: int = 8
     targets: tuple[str, ...] = ("*",)

@@ -95,6 +95,9 @@ class FP16(LossyDifference, frozen=True):
     """Half precision, 2 bytes a value: 11 significant bits down to 6e-5, steps of 6e-8 below.
 
     NaN and Inf survive; finite values beyond 65504 are clamped, so that the encoding never creates an Inf.
+
+    Args:
+        error_feedback: Whether a client adds what the encoding lost to its next update.
     """
 
     code: ClassVar[int] = 1
@@ -109,10 +112,13 @@ class FP16(LossyDifference, frozen=True):
 
 
 class TopK(LossyDifference, frozen=True):
-    """The `share` of values with the largest magnitude, exact; the others arrive as 0 (Aji and Heafield 2017).
+    """The values with the largest magnitude, exact; the others arrive as 0 (Aji and Heafield 2017). 4 bytes per kept
+    value, plus its position: 4 bytes each, or one bit per value, whichever is smaller. Of equal magnitudes the first
+    are kept. NaN counts as the largest, then Inf, so that they survive while there is space.
 
-    4 bytes per kept value, plus its position: 4 bytes each, or one bit per value, whichever is smaller. Of equal
-    magnitudes the first are kept. NaN counts as the largest, then Inf, so that they survive while there is space.
+    Args:
+        share: The share of values that is kept.
+        error_feedback: Whether a client adds what the encoding lost to its next update.
     """
 
     share: float = 0.1
@@ -129,10 +135,13 @@ class TopK(LossyDifference, frozen=True):
 
 
 class Int8(LossyDifference, frozen=True):
-    """Integers from −127 to 127 with a float32 scale per `block` of values: about 1 byte a value.
+    """Integers from −127 to 127 with a float32 scale per block of values: about 1 byte a value. The error is at most
+    half a scale, which is the block's largest finite magnitude / 127. A non-finite value arrives as NaN and does not
+    affect its neighbours.
 
-    The error is at most half a scale, which is the block's largest finite magnitude / 127. A non-finite value arrives
-    as NaN and does not affect its neighbours.
+    Args:
+        block: Values in a block.
+        error_feedback: Whether a client adds what the encoding lost to its next update.
     """
 
     block: int = 256
@@ -171,6 +180,10 @@ class Sign(LossyDifference, frozen=True):
     The mean magnitude is the scale with the least squared error. It is taken per block, as in `int8`, since layers
     differ by orders of magnitude, and since an encoding need not know the layers: 1.03 bits a value. 0 counts as
     positive. A block with a value that is not finite arrives as NaN, because a bit cannot say which one it was.
+
+    Args:
+        block: Values that share a magnitude.
+        error_feedback: Whether a client adds what the encoding lost to its next update.
     """
 
     block: int = 1024
@@ -197,9 +210,11 @@ class Sign(LossyDifference, frozen=True):
 
 
 class Pruning(Compression, frozen=True):
-    """The state without the `share` of weights of the smallest magnitude, which arrive as 0 (Han et al. 2015).
+    """The state without the weights of the smallest magnitude, which arrive as 0 (Han et al. 2015). Encoded as in TopK,
+    but by the magnitude of the weights instead of their change. NaN and Inf count as the largest.
 
-    Encoded as in TopK, but by the magnitude of the weights instead of their change. NaN and Inf count as the largest.
+    Args:
+        share: The share of the weights that is removed.
     """
 
     share: float = 0.5

@@ -50,7 +50,12 @@ TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
 class Evaluation(Part, frozen=True):
-    """When the global model is evaluated on the test set and the clients' own: every so many rounds, and at the end."""
+    """When the global model is evaluated on the test set and on the clients' own.
+
+    Args:
+        every: In every so many rounds, and at the end.
+        local: Whether also on the clients' local tests: of all, or («cohort») of those that trained.
+    """
 
     every: int = 1
     local: bool | Literal["cohort"] = True  # also on the clients' local tests: of all, or of those that trained
@@ -60,7 +65,33 @@ class Evaluation(Part, frozen=True):
 
 
 class Experiment(Part, frozen=True, kw_only=True):
-    """One experiment. Parts may be given as objects, as tables, or by the name of their kind."""
+    """One experiment. Parts may be given as objects, as tables, or by the name of their kind: `model=lab.CNN()`,
+    `model={"kind": "cnn"}`, `model="cnn"`.
+
+    Args:
+        name: A name for people.
+        dataset: The data set, such as `lab.Digits()` or `lab.Arrays(x, y)`.
+        partition: How its samples are dealt to the clients, such as `lab.Dirichlet(0.3)`.
+        test_share: The share of each client's samples that is kept for its local test.
+        model: The model, such as `lab.CNN()` or `lab.Own(factory)`.
+        parameters: Which parameters train and travel; by default all.
+        loss: The loss; by default the usual one for the data set's targets.
+        local: The local training of a client in a round.
+        clients: The number of clients, named c0, c1, ...
+        participation: The share of the clients that is asked in each round.
+        rounds: The number of rounds.
+        topology: Who averages with whom, such as `lab.Hierarchical(edges=4)`.
+        aggregator: How updates become the next model, such as `lab.TrimmedMean(0.1)`.
+        compression: How updates are encoded, such as `lab.TopK(0.01)`; None: not at all.
+        privacy: Differential privacy, such as `lab.CentralDP()`; None: none.
+        secure_aggregation: Whether and how the server sees sums alone.
+        faults: Faults to plant, such as `lab.LabelNoise(nodes=["c4"], rate=0.8, since=5)`.
+        network: Links and devices on a virtual clock; None: no times are simulated.
+        population: Who joins and leaves when, and whose data change.
+        evaluation: When the model is evaluated.
+        seed: The seed of everything that is random.
+        repeats: How often `fedvitals lab` runs it, with seeds that follow each other.
+    """
 
     name: str = "experiment"
     dataset: Any = Digits()
@@ -294,7 +325,18 @@ def _check_population_table(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:
-    """Return an experiment from TOML; `changes` by dotted names, such as {"local.batch": 32}, take precedence."""
+    """Read an experiment from TOML.
+
+    Args:
+        text: The TOML.
+        changes: Settings by dotted names, such as {"local.batch": 32}, which take precedence.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        ConfigError: A key or a value is unknown, with what was probably meant.
+    """
     table = toml.parse(text)
     for name, value in (changes or {}).items():
         toml.set_key(table, name, value)

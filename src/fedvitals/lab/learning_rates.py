@@ -13,7 +13,11 @@ from fedvitals.lab.description import Description, require
 
 
 class Warmup(Description, frozen=True):
-    """A learning rate that rises over `rounds` rounds and then stays."""
+    """A learning rate that rises and then stays.
+
+    Args:
+        rounds: The rounds that it takes.
+    """
 
     rounds: int = 5
 
@@ -45,7 +49,13 @@ class Decay(Description, frozen=True, kw_only=True):
 
 
 class Cosine(Decay, frozen=True):
-    """Half a cosine from 1 down to `floor` in `rounds` rounds; it stays there."""
+    """A learning rate that falls along half a cosine, and stays there.
+
+    Args:
+        rounds: The rounds that it takes.
+        floor: Where it ends, as a share of where it began.
+        warmup: Rounds over which it rises first.
+    """
 
     rounds: int
     floor: float = 0.01
@@ -59,7 +69,13 @@ class Cosine(Decay, frozen=True):
 
 
 class Steps(Decay, frozen=True):
-    """A learning rate that is multiplied by `gamma` every so many rounds."""
+    """A learning rate that falls in steps.
+
+    Args:
+        every: Rounds between two steps.
+        gamma: What it is multiplied by.
+        warmup: Rounds over which it rises first.
+    """
 
     every: int
     gamma: float = 0.1
@@ -74,8 +90,13 @@ class Steps(Decay, frozen=True):
 
 
 class Restarts(Decay, frozen=True):
-    """Half a cosine from 1 down to `floor` again and again: the first in `rounds` rounds, each next one `growth` times
-    as long (Loshchilov, Hutter 2017).
+    """A learning rate that falls along half a cosine again and again (Loshchilov, Hutter 2017).
+
+    Args:
+        rounds: The rounds of the first fall.
+        growth: Each next one is so many times as long.
+        floor: Where it ends, as a share of where it began.
+        warmup: Rounds over which it rises first.
     """
 
     rounds: int

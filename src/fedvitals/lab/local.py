@@ -16,7 +16,12 @@ from fedvitals.lab.learning_rates import Cosine, Restarts, Steps, Warmup
 class Adam(Description, frozen=True):
     """Adam with the paper's defaults and Keras' ε. Its state is reset in every client-round.
 
-    `weight_decay` times the weights is added to the gradients.
+    Args:
+        learning_rate: The step size η.
+        beta1: How slowly the mean of gradients forgets.
+        beta2: How slowly the mean of squared gradients forgets.
+        epsilon: Added to the denominator.
+        weight_decay: Times the weights, added to the gradients.
     """
 
     learning_rate: float = 1e-3
@@ -34,7 +39,13 @@ class Adam(Description, frozen=True):
 
 
 class SGD(Description, frozen=True):
-    """Stochastic gradient descent with momentum. `weight_decay` times the weights is added to the gradients."""
+    """Stochastic gradient descent.
+
+    Args:
+        learning_rate: η.
+        momentum: The share of the last step that is repeated.
+        weight_decay: Times the weights, added to the gradients.
+    """
 
     learning_rate: float = 0.05
     momentum: float = 0.0
@@ -49,7 +60,11 @@ class SGD(Description, frozen=True):
 
 
 class PlainSGD(Description, frozen=True):
-    """Gradient descent written out, p ← p − η·g, without an optimiser object: observers are given none."""
+    """Gradient descent written out, p ← p − η·g, without an optimiser object: observers are given none.
+
+    Args:
+        learning_rate: η.
+    """
 
     learning_rate: float = 0.05
     momentum: ClassVar[float] = 0.0
@@ -64,8 +79,11 @@ OPTIMIZERS = (Adam, SGD, PlainSGD)
 
 
 class Clip(Part, frozen=True):
-    """Gradient clipping: the norm of each tensor («tensor», as in the paper), of all tensors together, or each
-    value.
+    """Gradient clipping.
+
+    Args:
+        limit: The largest norm, or value.
+        by: What is limited: the norm of each «tensor» (as in the paper), of the «whole» gradient, or each «value».
     """
 
     limit: float = 1.0
@@ -76,10 +94,20 @@ class Clip(Part, frozen=True):
 
 
 class Local(Part, frozen=True):
-    """The local training of one client-round: `iterations` mini-batches, or `epochs` passes over the client's samples.
+    """The local training of one client-round.
 
-    `proximal` is FedProx's µ, the pull towards the received model. With `accumulate`, the gradient of an iteration is
-    the mean over so many mini-batches. `schedule` changes the learning rate from round to round.
+    Args:
+        iterations: The number of mini-batches; or give `epochs`.
+        epochs: The number of passes over the client's samples.
+        batch: Samples in a mini-batch.
+        optimizer: `lab.SGD`, `lab.Adam` or `lab.PlainSGD`.
+        clip: Gradient clipping; None: none.
+        proximal: FedProx's µ, the pull towards the received model.
+        keep_optimizer: Whether a client keeps its optimiser's state from one round to the next; engine «stacked», in
+            one process, only.
+        schedule: Changes the learning rate from round to round, such as `lab.Cosine(20)`.
+        accumulate: The gradient of an iteration is the mean over so many mini-batches.
+        precision: «float32» or «bfloat16»: of products; weights and sums are float32.
     """
 
     iterations: int | None = None

@@ -68,8 +68,10 @@ class Loss(Description, frozen=True):
 class CrossEntropy(Loss, frozen=True):
     """Cross-entropy of classes, or of tokens at each step.
 
-    `class_weights` are numbers, or «balanced»: samples / (classes × samples of the class). `smoothing` moves this share
-    of each target to all classes. `mixup` is the α of mixup (Zhang et al. 2018): training on mixed pairs of samples.
+    Args:
+        class_weights: A weight for each class, or «balanced»: samples / (classes × samples of the class).
+        smoothing: The share of each target that is moved to all classes.
+        mixup: The α of mixup (Zhang et al. 2018): training on mixed pairs of samples; 0: none.
     """
 
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
@@ -157,7 +159,11 @@ class MSE(_ErrorOfNumbers, frozen=True):
 
 
 class Huber(_ErrorOfNumbers, frozen=True):
-    """The squared error up to `delta`, and the absolute error beyond."""
+    """The squared error of small deviations, and the absolute error of large ones.
+
+    Args:
+        delta: Where it changes.
+    """
 
     delta: float = 1.0
 
@@ -184,6 +190,9 @@ class Contrastive(Loss, frozen=True):
     """Supervised contrastive loss (Khosla et al. 2020): outputs are embeddings, close for samples of the same class.
 
     Evaluated by whether a sample's nearest neighbour in its batch is of its class.
+
+    Args:
+        temperature: Divides the similarities; smaller means sharper.
     """
 
     temperature: float = 0.1
@@ -210,10 +219,14 @@ class Contrastive(Loss, frozen=True):
 
 
 class Distillation(Loss, frozen=True):
-    """Cross-entropy, plus `weight` times the distance to the received model's answers (Hinton et al. 2015).
+    """Cross-entropy, plus the distance to the received model's answers (Hinton et al. 2015).
 
     The distance is T² · KL(received ‖ own) of logits divided by the temperature T. It keeps what the server's model
     knows, as in FedGKD.
+
+    Args:
+        weight: The weight of the distance.
+        temperature: T.
     """
 
     weight: float = 0.5
@@ -249,6 +262,10 @@ class MultiTask(Loss, frozen=True):
     """The weighted sum of one loss per task. The model outputs a tuple, and each task has one column of the targets.
 
     Evaluated by the accuracy of the first task that has one, else by the first task's error.
+
+    Args:
+        parts: One loss per task.
+        weights: Of the parts; 1 each by default.
     """
 
     parts: tuple[CrossEntropy | MSE | Huber, ...] = (CrossEntropy(), MSE())

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 
 class Parameters(Part, frozen=True):
-    """Patterns of tensors' names, such as "embedding.*", that say what trains and what travels.
+    """Patterns of tensors' names, such as "embedding.*", that say what trains and what travels. What no pattern names
+    trains and travels.
 
-    `frozen` parameters keep their first values and never travel; with `adapters`, all of the model's own are frozen.
-    `trained` are exceptions from that. Tensors `at_home` are trained by each client and never sent: a head of its own,
-    or (FedBN, Li et al. 2021) the batch norm with its statistics. Everything else trains and travels.
+    Args:
+        frozen: Parameters that keep their first values and never travel; with `adapters`, all of the model's own are
+            frozen.
+        trained: Exceptions from that.
+        at_home: Tensors that each client trains and never sends: a head of its own, or (FedBN, Li et al. 2021) the
+            batch norm with its statistics.
+        adapters: `lab.Lora` or `lab.Bottleneck`; None: none.
     """
 
     frozen: tuple[str, ...] = ()

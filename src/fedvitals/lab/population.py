@@ -58,10 +58,15 @@ class Pool:
 
 
 class NewData(Description, frozen=True, kw_only=True):
-    """From round `since` on a client has other samples, drawn from those of all clients, its own coming last.
+    """From some round on a client has other samples, drawn from those of all clients, its own coming last. Its local
+    test is drawn in the same way from the local tests.
 
-    They are `factor` times as many as before, or as many as there are, of the same label mix, or with `alpha` of one
-    drawn from a Dirichlet distribution. Its local test is drawn in the same way from the local tests.
+    Args:
+        nodes: The clients.
+        since: The first round with the new samples.
+        alpha: The new label mix is drawn from a Dirichlet distribution with this concentration; None: it stays the
+            same.
+        factor: How many times as many samples as before, as far as there are so many.
     """
 
     nodes: tuple[str, ...] | str = "all"
@@ -101,10 +106,15 @@ class NewData(Description, frozen=True, kw_only=True):
 
 
 class Season(Description, frozen=True, kw_only=True):
-    """Data that repeat every `period` rounds: `brightness` swings by ± so much, `labels` makes classes come and go.
+    """Data that repeat after some rounds. In round r the pixels are multiplied by 1 + brightness · sin(2π r / period),
+    and of the samples of class c a share in proportion to 1 + labels · cos(2π (r / period − c / classes)) is there:
+    each class has its own time of the year.
 
-    In round r the pixels are multiplied by 1 + brightness · sin(2π r / period), and of the samples of class c a share
-    in proportion to 1 + labels · cos(2π (r / period − c / classes)) is there: each class has its own time of the year.
+    Args:
+        nodes: The clients, or «all».
+        period: The number of rounds.
+        brightness: By how much brightness swings.
+        labels: By how much classes come and go.
     """
 
     nodes: tuple[str, ...] | str = "all"
@@ -150,10 +160,13 @@ CHANGES = (NewData, Season)
 
 
 class Population(Part, frozen=True):
-    """Who is in the federation when, and how the clients' data change.
+    """Who is in the federation when, and how the clients' data change. A client that leaves before it joins is away in
+    between.
 
-    `joins` holds the first round in which a client may be asked, `leaves` the first in which it no longer is; one that
-    leaves before it joins is away in between.
+    Args:
+        joins: The first round in which a client may be asked, by client.
+        leaves: The first round in which it no longer is, by client.
+        changes: `lab.NewData` and `lab.Season`.
     """
 
     joins: dict[str, int] = msgspec.field(default_factory=dict)

@@ -68,7 +68,13 @@ class DifferentialPrivacy(Description, frozen=True):
 
 
 class ClientDP(DifferentialPrivacy, frozen=True):
-    """Clipping and noise on the client. ε of a client is that of all messages it has sent so far."""
+    """Clipping and noise on the client. ε of a client is that of all messages it has sent so far.
+
+    Args:
+        clip: The largest norm of a client's change.
+        noise: The standard deviation of the noise, as a multiple of `clip`.
+        delta: The δ for which ε is computed.
+    """
 
     def check(self, experiment: Experiment) -> None:
         _require_topology(self, experiment, (Centralized, Asynchronous, Clustered), "clients hand models to each other")
@@ -87,7 +93,13 @@ class ClientDP(DifferentialPrivacy, frozen=True):
 
 
 class CentralDP(DifferentialPrivacy, frozen=True):
-    """Clipping and noise at the server. Every client counts the same, since one with many samples would be seen."""
+    """Clipping and noise at the server. Every client counts the same, since one with many samples would be seen.
+
+    Args:
+        clip: The largest norm of a client's change.
+        noise: The standard deviation of the noise, as a multiple of `clip`.
+        delta: The δ for which ε is computed.
+    """
 
     def check(self, experiment: Experiment) -> None:
         _require_topology(self, experiment, (Centralized, Asynchronous), "not only the server's one mean is published")

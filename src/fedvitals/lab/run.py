@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,14 @@ ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhau
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The outcome of one round."""
+    """The outcome of one round.
+
+    Args:
+        number: The round.
+        seconds: How long it took.
+        metrics: The server's metrics, such as its accuracy.
+        losses: The losses of each client's local batches; kept of the newest rounds.
+    """
 
     number: int
     seconds: float
@@ -44,7 +51,15 @@ class Round:
 
 @dataclass
 class Result:
-    """The outcome of an experiment: its model and its rounds."""
+    """The outcome of an experiment: its model and its rounds.
+
+    Args:
+        experiment: What was run.
+        model: With the last global weights; what stays at clients' homes is as initialised.
+        state: The same weights, flat, on the CPU.
+        rounds: The outcome of each round.
+        engine: The engine that trained it.
+    """
 
     experiment: Experiment
     model: torch.nn.Module  # with the last global weights; what stays at clients' homes is as initialised
@@ -73,13 +88,24 @@ def run(
     start: tuple[int, ServerState] | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Result:
-    """Run an experiment to its end, and return its result.
+    """Run an experiment to its end.
 
-    `engine` is an engine's name, or a function that creates one for a site. `device` is «cpu» or «cuda»; `precision` is
-    what it computes products in: «float32», «tf32» or «bfloat16». `data` is the folder of the data set. The state is
-    saved into the folder `checkpoint` after every round; with `resume` the run continues from there, bit for bit as if
-    it had never stopped. `start` is a round to start from with the server's state before it, from another run's tape.
-    `progress` is called with every round.
+    Args:
+        experiment: What to run.
+        observer: A `fv.Monitor`, or another observer; None: nobody watches.
+        engine: The name of an engine («auto», «sequential», «reuse» or «stacked»), or a function that creates one
+            for a site.
+        workers: Processes that train clients.
+        device: «cpu» or «cuda».
+        precision: What products are computed in: «float32», «tf32» or «bfloat16».
+        data: The folder of the data set.
+        checkpoint: A folder into which the state is saved after every round.
+        resume: Whether to continue from the checkpoint, bit for bit as if it had never stopped.
+        start: A round to start from with the server's state before it, from another run's tape.
+        progress: Called with each round when it is over.
+
+    Returns:
+        The result: the model, and each round's metrics.
     """
     result = None
     for result in rounds(
@@ -113,7 +139,24 @@ def rounds(
     resume: bool = False,
     start: tuple[int, ServerState] | None = None,
 ) -> Iterator[Result]:
-    """Like `run`, but yield the result so far after each round."""
+    """Run an experiment like `run`, but stop after each round.
+
+    Args:
+        experiment: What to run.
+        observer: A `fv.Monitor`, or another observer; None: nobody watches.
+        engine: The name of an engine («auto», «sequential», «reuse» or «stacked»), or a function that creates one
+            for a site.
+        workers: Processes that train clients.
+        device: «cpu» or «cuda».
+        precision: What products are computed in: «float32», «tf32» or «bfloat16».
+        data: The folder of the data set.
+        checkpoint: A folder into which the state is saved after every round.
+        resume: Whether to continue from the checkpoint, bit for bit as if it had never stopped.
+        start: A round to start from with the server's state before it, from another run's tape.
+
+    Yields:
+        After each round, the result so far.
+    """
     watching = _check_call(experiment, observer, engine, checkpoint, resume=resume)
     _describe(watching, experiment)
     site = prepare_site(experiment, data)
@@ -138,17 +181,28 @@ def rounds(
         federation = Federation(site, doing, watching, server)
         corrections = CorrectionApplier(experiment, watching, saved=saved is not None)
         _announce(federation, data, begins=first == 0 or start is not None)
-        for number in range(first, experiment.rounds):
-            if len(result.rounds) >= ROUNDS_WITH_LOSSES:
-                result.rounds[-ROUNDS_WITH_LOSSES].losses.clear()
-            with single_threaded():  # idle threads of torch in this process would take the workers' cores
-                result.rounds.append(run_round(federation, corrections, number, result.model))
-            result.state = federation.model_on_cpu()
-            if saved is not None:
-                saved.save(server, number + 1, result.rounds, doing.name)
-            if watching.recorder is not None:
-                watching.recorder.gate(number)
-            yield result
+        yield from _next_rounds(federation, corrections, range(first, experiment.rounds), result, saved)
+
+
+def _next_rounds(
+    federation: Federation,
+    corrections: CorrectionApplier,
+    numbers: Iterable[int],
+    result: Result,
+    saved: Checkpoint | None,
+) -> Iterator[Result]:
+    """Run rounds, and yield the result so far after each of them."""
+    for number in numbers:
+        if len(result.rounds) >= ROUNDS_WITH_LOSSES:
+            result.rounds[-ROUNDS_WITH_LOSSES].losses.clear()
+        with single_threaded():  # idle threads of torch in this process would take the workers' cores
+            result.rounds.append(run_round(federation, corrections, number, result.model))
+        result.state = federation.model_on_cpu()
+        if saved is not None:
+            saved.save(federation.server, number + 1, result.rounds, federation.engine.name)
+        if federation.observer.recorder is not None:
+            federation.observer.recorder.gate(number)
+        yield result
 
 
 def _describe(observer: Observer, experiment: Experiment) -> None:

@@ -36,7 +36,13 @@ Share = tuple[int, int]  # a point of the polynomial whose value at 0 is the sec
 
 
 class SecureAggregation(Part, frozen=True):
-    """The server sees sums alone. Changes are sent in fixed point, their weights and sizes openly."""
+    """The server sees sums alone. Changes are sent in fixed point, their weights and sizes openly.
+
+    Args:
+        bits: Of a value in a message.
+        limit: The largest magnitude of one value of a change; larger ones are cut off.
+        threshold: The share of the asked clients that must be left to recover the masks of the others.
+    """
 
     bits: int = 32  # of a value in a message
     limit: float = 1.0  # largest magnitude of one value of a change; larger ones are cut off

@@ -25,6 +25,7 @@ from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_
 from fedvitals.diagnosis.evidence.transformed_updates import TRANSFORMED
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
 from fedvitals.diagnosis.live_detectors import FindingList
+from fedvitals.monitor.held_back import log_held_back
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.loop_corrections import LoopCorrections
@@ -42,18 +43,33 @@ NEWEST = 5  # problems that a notebook shows of a monitor
 class Monitor:
     """Watches one run. Opens nothing until its first event; `close()`, or leaving a `with`, ends the run.
 
-    `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
-    runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `detectors`: «standard», a
-    list of your own (which may have "standard" and names of installed plug-ins in it), or () for none;
-    `false_alarms`: how many per 100 healthy rounds you allow. `privacy`: from 0 (timings only) to 4, by
-    default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
-    from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
-    between updates. `profile`: whether to tell what the time and memory of rounds and clients went to
-    (docs/profile.md); `machine`: whether to sample the machine, where psutil is there; `capture`: see there. `tape`:
-    a `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
-    `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
-    kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
-    `id`: of a run that the store may have already, which is then continued; visible characters without / and \\.
+    Args:
+        store: A file or `postgresql://...`; None leaves records to `sinks` alone.
+        run: A name for people, which several runs may share.
+        probes: What to measure: «light», «standard», «deep», or a list with probes of your own.
+        detectors: «standard», a list of your own (which may contain "standard" and names of installed plug-ins), or
+            ().
+        false_alarms: How many false alarms per 100 healthy rounds you allow.
+        cure: What may be done about findings, «off», «suggest» or «auto», for all of them or by issue, family or
+            kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md.
+        sinks: Where records go besides the store: `fv.sinks...`, or objects of your own with `write(records)`.
+        privacy: What may leave a client, from 0 (timings only) to 4; by default 3, in a deployment 2: see
+            docs/metrics.md.
+        cohort: The fewest clients whose sum may be reported from level 1 on.
+        tracebacks: Whether to keep tracebacks of clients' exceptions; by default from level 3 on, in a deployment
+            not.
+        config: Settings of your training, kept with the run and shown by `compare`.
+        seed: The seed of your training, kept with the run.
+        topology: «centralized», «hierarchical» and so on, kept with the run.
+        host: Which framework trains, such as «torch»; decides the default of `privacy`.
+        profile: Whether to measure what the time and memory of rounds and clients go to (docs/profile.md).
+        machine: Whether to sample CPU, memory and GPU, if psutil is installed.
+        capture: Which steps to record with torch's profiler: a `fv.Capture`.
+        tape: A `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
+        update_memory: Bytes that may be held for exact cosines between updates.
+        strict: Whether to raise what is otherwise counted: for tests.
+        id: The id of a run that the store may have already, which is then continued; visible characters without /
+            and \\.
     """
 
     def __init__(
@@ -120,11 +136,26 @@ class Monitor:
         return self._host
 
     @contextlib.contextmanager
-    def round(self, number: int, global_model: Any = None) -> Iterator[Monitor]:
-        """One round of the federation, counted from 0 or 1; what is logged or raised inside belongs to it."""
+    def round(
+        self, number: int, global_model: Any = None, *, held_back: Any = None, loss: Callable[..., Any] | None = None
+    ) -> Iterator[Monitor]:
+        """One round of the federation; what is logged or raised inside belongs to it.
+
+        Args:
+            number: The round, counted from 0 or 1.
+            global_model: The server's model, measured before and after; None if there is none.
+            held_back: Samples that nobody trains on, as `data` of a client: the new global model's loss on them is
+                measured (`held_back.loss`), and FORGETTING found by it.
+            loss: The loss function for these; by default the model's own, or the cross-entropy.
+
+        Returns:
+            A context manager that gives this monitor.
+        """
         self._host.round_begin(number, global_model)
         try:
             yield self
+            if held_back is not None and global_model is not None:
+                log_held_back(self._host, global_model, held_back, loss)
         except BaseException as error:
             spine = self._run.spine
             spine.guard.exception(spine.scopes.here(), "round.failed", error)
@@ -144,11 +175,19 @@ class Monitor:
         loss: Callable[..., Any] | None = None,
         group: AnyName | None = None,
     ) -> Iterator[Monitor]:
-        """One client's local training: hooks on, and off again at the end.
+        """Watch one client's local training: put hooks on the model, and remove them at the end.
 
-        Only name and model are needed; a name is taken as its text, so 3 and "3" are one client. `data` (a
-        DataLoader, a Dataset, a pair of tensors or a list of batches) and
-        `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
+        Args:
+            name: The client's name; it is taken as text, so 3 and "3" are one client.
+            model: The module that trains; None if only time and failures are to be measured.
+            optimizer: Not needed: the optimiser is found by its parameters.
+            data: The client's own samples, to measure how well the model suits them: a DataLoader, a Dataset, a pair
+                of tensors or a list of batches.
+            loss: The loss function, for the same purpose.
+            group: The edge, cluster or ring that the client belongs to; by default the open `edge`.
+
+        Returns:
+            A context manager that gives this monitor.
         """
         try:
             with self._run.clients.scope(self._host.open_client(name, model, data, group, loss)):
@@ -158,7 +197,15 @@ class Monitor:
 
     @contextlib.contextmanager
     def edge(self, name: AnyName, model: Any = None) -> Iterator[Monitor]:
-        """An edge node, cluster or ring: the clients inside belong to it (it is their `group`)."""
+        """An edge node, cluster or ring: the clients watched inside belong to it.
+
+        Args:
+            name: Its name, which becomes the `group` of its clients.
+            model: The model that it averages, if there is one to measure.
+
+        Returns:
+            A context manager that gives this monitor.
+        """
         with self._run.rounds.edge(name, model):
             try:
                 yield self
@@ -167,23 +214,43 @@ class Monitor:
 
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
-        """A stretch of the round that goes to «aggregate», «evaluate», ... (see docs/profile.md)."""
+        """A stretch of the round that counts as «aggregate», «evaluate», ... (docs/profile.md).
+
+        Args:
+            name: What the time goes to.
+            node: Who does it.
+
+        Returns:
+            A context manager around that work.
+        """
         with self._host.part(name, node):
             yield
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
-        """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""
+        """Record metrics of your own, for a node, or for the client or the round that is open (or was open last).
+
+        Args:
+            values: Numbers by name, for names that are no Python identifiers: {"held_back.loss": 0.3}.
+            node: The node that they belong to.
+            more: Numbers by name: `monitor.log(accuracy=0.9)`.
+        """
         self._host.log(values, node=node, **more)
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
         """Measure what each client sends, before it is aggregated; inside the round.
 
-        `updates` maps each client's name to what it sent minus the model that it was sent, not the weights themselves:
-        a sequence of tensors or NumPy arrays, one for each parameter in the order of `model.parameters()`; a mapping of
-        them by the names of parameters; or all of it as one flat vector. No model needs to be known. Call it
-        where updates may change between a client's scope and the aggregation: what arrives is compared with what was
-        trained. With `cure="auto"` it returns an action «exclude» for each update that cannot be used; otherwise
-        nothing. The `target` of an action is the client's name as text, also where the keys are integers.
+        Call it where updates may change between a client's scope and the aggregation: what arrives is compared with
+        what was trained. No model needs to be known.
+
+        Args:
+            round_index: The round.
+            updates: What each client sent minus the model that it was sent, by client: a sequence of tensors or
+                NumPy arrays in the order of `model.parameters()`, a mapping of them by the names of parameters, or
+                one flat vector.
+
+        Returns:
+            With `cure="auto"`, an action «exclude» for each update that cannot be used, whose `target` is the
+            client's name as text; otherwise nothing.
         """
         return self._host.any_updates(round_index, updates)
 
@@ -192,6 +259,9 @@ class Monitor:
 
         Call it once, before the first round. Detectors that compare an update with the training behind it then judge
         nobody; otherwise they notice by themselves where most clients' updates differ from what these trained.
+
+        Args:
+            how: What is done to updates, in your words.
         """
         self._host.event("info", TRANSFORMED, f"Updates are changed on their way: {how}.", data={"stated": how})
 
@@ -201,6 +271,9 @@ class Monitor:
             updates, weights = monitor.corrections().apply(updates, weights)
 
         Changes nothing unless the monitor has `cure="auto"`, and then only what its trials allow (docs/cure.md).
+
+        Returns:
+            An object whose `apply(updates, weights)` returns both as they are to be averaged.
         """
         self._corrections.ask()
         return self._corrections
@@ -214,7 +287,16 @@ class Monitor:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
-        """Record a message between two nodes. `raw_bytes`: its size before compression."""
+        """Record a message between two nodes.
+
+        Args:
+            sender: Who sent it.
+            receiver: Who received it.
+            bytes: Its size as sent.
+            raw_bytes: Its size before compression.
+            seconds: How long it took.
+            kind: «update», «model», or a word of yours.
+        """
         self._host.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
 
     def exchange(
@@ -228,19 +310,41 @@ class Monitor:
         started: float | None = None,
         span: str | None = None,
     ) -> None:
-        """Record when a client elsewhere was asked and when it answered (docs/profile.md); see `HostObserver`."""
+        """Record when a client elsewhere was asked and when it answered (docs/profile.md). Times are seconds since the
+        epoch.
+
+        Args:
+            node: The client.
+            sent: When the server sent the request, by the server's clock.
+            received: When the client received it, by the client's clock; pass `sent` if it does not say.
+            replied: When the client sent its answer, by the client's clock; pass `returned` if it does not say.
+            returned: When the answer arrived, by the server's clock.
+            started: When the process that took the message started, by the client's clock.
+            span: The id by which the client knows its journey.
+        """
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
     def findings(self, *, notes: bool = False) -> FindingList:
-        """What the detectors have found so far, worst first. Waits until they have seen everything.
+        """Return what the detectors have found so far, worst first. Waits until they have seen everything.
 
-        `notes`: also what never was more than a note.
+        Args:
+            notes: Whether to include what never was more than a note.
+
+        Returns:
+            A list of `fv.Finding`; its `gaps` say what could not be judged.
         """
         complete = self.flush() or self._run.lifecycle.flush(1.0, own=True)
         return self._run.findings.so_far(complete=complete, notes=notes)
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until everything so far is written. False: not in time, or something was lost."""
+        """Wait until everything so far is written.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            False if that was not done in time, or something was lost.
+        """
         self._run.clients.settle()
         return self._run.lifecycle.flush(timeout)
 

@@ -43,6 +43,12 @@ def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users writ
 
     By default the same store as everywhere: FEDVITALS_STORE, else runs.db in this folder. Raises StoreError where there
     is none.
+
+    Args:
+        store: A file, or an address `postgresql://...`.
+
+    Returns:
+        The runs: `runs["name"]`, `runs.newest`, `for run in runs`.
     """
     where = store_target(store)
     open_reader(where).close()
@@ -254,6 +260,8 @@ class StoredRun:
         return html.display(
             html.heading(self.name, *facts),
             html.paragraph(verdict.headline),
+            html.paragraph(verdict.why),
+            html.paragraph(f"Next step: {verdict.next_step}" if verdict.next_step else ""),
             html.paragraph(verdict.detail, quiet=True),
             html.table(CASE_TITLES, map(case_cells, cases[:MOST_CASES])),
             html.paragraph(more, quiet=True),

@@ -32,10 +32,19 @@ ISSUES = ("RANK_COLLAPSE", "ADAPTER_AGGREGATION_BIAS", "ADAPTER_SCALE_MISMATCH",
 
 @drawn
 def adapters(run: Which, layer: str | None = None, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Draw the low-rank adapters of a run: all together, or those of one `layer`.
+    """Draw the low-rank adapters of a run: all together, or those of one layer.
 
     From the top: the shares of their singular directions by round, effective and stable rank, the error of the
-    aggregation, and each client's part in the directions (of the newest round, or of `round_index`).
+    aggregation, and each client's part in the directions.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        layer: The layer whose adapter is drawn; None: all.
+        round_index: The round of the clients' parts; by default the newest.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
     """
     with opened(run, store) as (reader, chosen):
         page = adapters_page(reader, chosen, layer, round_index)

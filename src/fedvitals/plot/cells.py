@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvitals.palette import SIGNED_LIGHT
 from fedvitals.plot.canvas import SMALL, Figure, sheet
 from fedvitals.plot.scale import power
-from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, SIGNED, words
+from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, words
 from fedvitals.views import grid
 from fedvitals.views.grid import Grid
 from fedvitals.views.units import with_unit
@@ -49,7 +50,7 @@ class Shades:
         if log:
             low, high = math.log10(low), math.log10(high)
         self.low, self.high = low, high if high > low else low + 1.0
-        self.colours = LinearSegmentedColormap.from_list("signed", SIGNED) if signed else colormaps["cividis"]
+        self.colours = LinearSegmentedColormap.from_list("signed", SIGNED_LIGHT) if signed else colormaps["cividis"]
 
     def of(self, values: Floats) -> Floats:
         """Return colours [..., 4]; 0 on a log scale has the lowest."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.palette import MODEL, OTHERS
 from fedvitals.plot import canvas
 from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, check_client, check_sign, opened, suspects
-from fedvitals.plot.style import BLUE, COLOURS, VERMILLION, axis_unit, words
+from fedvitals.plot.style import COLOURS, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
 from fedvitals.store.read import queries
@@ -31,7 +32,17 @@ FEW = 3  # clients, from which on they make a band and have a middle
 
 @drawn
 def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = None, store: Target = None) -> Figure:
-    """Draw a sign's spread over the clients in each round, with the clients that findings name (or `nodes`) on top."""
+    """Draw a sign's spread over the clients in each round, with some clients on top.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        sign: The metric.
+        nodes: The clients on top; by default those that findings name.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
@@ -58,7 +69,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     draw_band(axes, cohort_band, height)
     ends: list[End] = []
     for place, (node, rounds, values) in enumerate(shown):
-        colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
+        colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the model's
         heights = height.of(np.array(values, float))
         if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
             axes.plot(rounds, heights, "o", color=colour, markersize=3.5)
@@ -74,7 +85,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     label_ends(axes, ends)
 
 
-def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
+def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = OTHERS, *, clients: int = 0) -> None:
     """Draw minimum to maximum, 5 % to 95 %, and the median; faint points where only one or two clients reported."""
     low, p5, median, p95, high = (
         height.of(canvas.numbers(values))
@@ -125,7 +136,16 @@ SIGNS = (
 
 @drawn
 def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
-    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis."""
+    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        node: The client.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     name = node_name(node)
     with opened(run, store) as (reader, chosen):
         check_client(reader, chosen, name)
@@ -157,7 +177,15 @@ PANELS = {
 
 @drawn
 def learning(run: Which, *, store: Target = None) -> Figure:
-    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
+    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
         cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()
@@ -190,18 +218,18 @@ def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) 
     ends: list[End] = []
     note = ""
     if cohort is not None:
-        draw_band(axes, cohort, height, BLUE, clients=clients)
+        draw_band(axes, cohort, height, clients=clients)
         few, middle = told_by_few(cohort, clients), height.of(canvas.numbers(cohort.median))
         scarce = bool(few.size and few.all())  # never enough of them for a band
         known = np.flatnonzero(np.isfinite(middle))
         whose = "clients" if known.size and few[known[-1]] else "median client"
-        ends += end_of(whose, BLUE, cohort.rounds, middle)
+        ends += end_of(whose, OTHERS, cohort.rounds, middle)
         note = f"{'points' if scarce else 'band'}: {metric_title(cohort.name)}, measured on {told_by(cohort, clients)}"
     if own.rounds:
         heights = height.of(canvas.numbers(own.values))
-        canvas.line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        canvas.line(axes, own.rounds, heights.tolist(), MODEL, linewidth=1.6)
         canvas.mark_not_finite(axes, own.odd)
-        ends += end_of(own.of, VERMILLION, own.rounds, heights)
+        ends += end_of(own.of, MODEL, own.rounds, heights)
     canvas.head(axes, name, note)
     unit = own.unit or ("" if cohort is None else cohort.unit)
     height.dress(axes)

@@ -24,7 +24,15 @@ TITLE_CHARACTERS = 36  # characters over a panel of half the width
 
 @drawn
 def compare(runs: Sequence[Which], *, store: Target = None) -> Figure:
-    """Overlay two to six runs. Runs that differ only by their seed are one line, with a band over the repeats."""
+    """Overlay two to six runs. Runs that differ only by their seed are one line, with a band over the repeats.
+
+    Args:
+        runs: The runs.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     if isinstance(runs, str) or len(runs) < 2:
         raise ConfigError("compare() needs a list of at least two runs: fv.plot.compare(['before', 'after']).")
     figures: dict[str, Figures] = {}

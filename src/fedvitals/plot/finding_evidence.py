@@ -23,7 +23,16 @@ POINTS = 240
 
 @drawn
 def finding(run: Which, key: str | Case | None = None, *, store: Target = None) -> Figure:
-    """Draw the evidence of the worst case, or of the case with this key (as in the dashboard's addresses)."""
+    """Draw the evidence of the worst case, or of the case with this key (as in the dashboard's addresses).
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        key: The case, by the key that the dashboard's addresses have; by default the worst.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         if key is None:
             found_cases = cases_of(reader, chosen)

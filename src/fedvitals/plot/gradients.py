@@ -34,7 +34,15 @@ MOST_LINES = 8
 
 @drawn
 def gradient_flow(run: Which, *, store: Target = None) -> Figure:
-    """Draw the size of the gradient from the first layer to the last, one line a round, and the paper's averages."""
+    """Draw the size of the gradient from the first layer to the last, one line a round, and the paper's averages.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
     if not page.profile.lines:
@@ -113,7 +121,16 @@ READINGS = {
 
 @drawn
 def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figure:
-    """Draw the median client's gradient scale and its spread over the clients; several runs share one axis."""
+    """Draw the median client's gradient scale and its spread over the clients; several runs share one axis.
+
+    Args:
+        runs: The runs, one line each.
+        reading: «scale.gsc», or another reading of the gradient scale.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     if not runs:
         raise ConfigError("gsc() needs a run, or several: fv.plot.gsc('baseline', 'exploding').")
     if reading not in READINGS:

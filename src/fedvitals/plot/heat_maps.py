@@ -28,7 +28,18 @@ SIGNED = ("update.cosine_mean", "update.cosine_previous")
 def clients(
     run: Which, sign: str | None = None, *, sort: Sort = "worst", rows: int = ROWS, store: Target = None
 ) -> Figure:
-    """Draw one sign of all clients in all rounds, sorted by «worst», «value» or «name»."""
+    """Draw one sign of all clients in all rounds.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        sign: The metric, such as «update.norm»; by default the one that the overview shows.
+        sort: The order of the clients: «worst», «value» or «name».
+        rows: How many clients to draw.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     if sort not in ("worst", "value", "name"):
         raise ConfigError(f"Clients are sorted by 'worst', 'value' or 'name', got '{sort}'.")
     with opened(run, store) as (reader, chosen):
@@ -54,7 +65,17 @@ def clients(
 
 @drawn
 def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: Target = None) -> Figure:
-    """Draw a statistic (by default «rms») of every layer in every round, the first layer on top."""
+    """Draw a statistic of every layer in every round, the first layer on top.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        family: «gradient», «weight», «update» or another family of docs/metrics.md.
+        statistic: The statistic, such as «rms» or «l2».
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     if family not in FAMILIES:
         raise ConfigError(unknown("family of layer statistics", family, FAMILIES))
     known = statistics_of(family)

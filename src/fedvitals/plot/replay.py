@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from fedvitals.errors import ConfigError
+from fedvitals.palette import LIGHT
 from fedvitals.plot.canvas import SMALL, Figure, drawn, head, in_style, line, nothing, numbers, panel
 from fedvitals.plot.scale import End, end_of, label_ends, tick
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
+from fedvitals.plot.style import COLOURS, HAIRLINE, words
 from fedvitals.plot.svg import svg_of
 from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
 
@@ -60,11 +61,11 @@ def _histogram(shown: DebuggerOutput) -> Figure:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
     picture, axes = panel(2.3)
     if len(known.counts) == 1:  # one value only
-        axes.bar([known.edges[0]], known.counts, color=BLUE, width=max(abs(known.edges[0]) * 0.02, 1e-3))
+        axes.bar([known.edges[0]], known.counts, color=COLOURS[0], width=max(abs(known.edges[0]) * 0.02, 1e-3))
     else:
-        axes.bar(known.edges[:-1], known.counts, np.diff(known.edges), align="edge", color=BLUE, linewidth=0)
+        axes.bar(known.edges[:-1], known.counts, np.diff(known.edges), align="edge", color=COLOURS[0], linewidth=0)
     axes.axvline(0, color=HAIRLINE, linewidth=0.7)
-    axes.axvline(known.mean, color=VERMILLION, linewidth=1.0)
+    axes.axvline(known.mean, color=COLOURS[1], linewidth=1.0)
     shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
     odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
     odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
@@ -120,7 +121,7 @@ def _bars(shown: DebuggerOutput) -> Figure:
     values = numbers([_number(row[column]) for row in rows])
     picture, axes = panel(0.7 + 0.18 * len(rows))
     places = np.arange(len(rows))
-    axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=BLUE, linewidth=0)
+    axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=COLOURS[0], linewidth=0)
     axes.axvline(0, color=HAIRLINE, linewidth=0.7)
     reach = max(float(np.nanmax(np.abs(np.where(np.isfinite(values), values, 0)), initial=0)), 1e-12)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -192,8 +193,8 @@ def page_of(picture: Figure, shown: DebuggerOutput) -> str:
 STYLE = (
     "body{font:14px/1.45 system-ui,sans-serif;margin:24px;max-width:960px;color:#222;background:#fff}h1{font-size:18px}"
     "svg{max-width:100%;height:auto}table{border-collapse:collapse;margin-top:8px}"
-    "th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid #d6dae0;font-variant-numeric:tabular-nums}"
-    "tr:hover td{background:#f5f6f8}"
+    "th,td{text-align:left;padding:3px 16px 3px 0;font-variant-numeric:tabular-nums;"
+    f"border-bottom:1px solid {LIGHT['line']}}}tr:hover td{{background:{LIGHT['paper-2']}}}"
 )
 
 

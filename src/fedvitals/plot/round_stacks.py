@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from fedvitals.analysis.traffic import Traffic, traffic_of
+from fedvitals.palette import part_colour
 from fedvitals.plot import canvas
 from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.source import Which, opened
-from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION, part_colour
 from fedvitals.records import Event, Transfer
 from fedvitals.store import Target
 from fedvitals.store.read import queries
@@ -23,7 +23,15 @@ TALL = 4.0  # times the usual round: what is longer is cut off, and told
 
 @drawn
 def phases(run: Which, *, store: Target = None) -> Figure:
-    """Draw the seconds of each round's critical path by part of the work, stacked."""
+    """Draw the seconds of each round's critical path by part of the work, stacked.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         phases_page = phases_of(reader, chosen, POINTS)
         cases = [case for case in cases_of(reader, chosen) if case.issue_entry.family == "system"]
@@ -55,7 +63,15 @@ def phases(run: Which, *, store: Target = None) -> Figure:
 
 @drawn
 def traffic(run: Which, *, store: Target = None) -> Figure:
-    """Draw what clients sent and received in each round, and what went between edges and server."""
+    """Draw what clients sent and received in each round, and what went between edges and server.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         described = queries.get_run(reader, chosen)
         run_traffic = traffic_of(
@@ -76,14 +92,14 @@ def draw_traffic(run_traffic: Traffic) -> Figure:
     figure, axes = canvas.panel(2.0)
     rounds = np.array([own.round for own in moved])
     below = np.zeros(len(moved))
-    for name, colour, values in (
-        ("up", VERMILLION, [own.up.bytes for own in moved]),
-        ("down", GREEN, [own.down.bytes for own in moved]),
-        ("between edges and server", PURPLE, [own.between.bytes for own in moved]),
-        ("telemetry", ORANGE, [own.telemetry_bytes for own in moved]),
+    for name, part, values in (
+        ("up", "up", [own.up.bytes for own in moved]),
+        ("down", "down", [own.down.bytes for own in moved]),
+        ("between edges and server", "between", [own.between.bytes for own in moved]),
+        ("telemetry", "telemetry", [own.telemetry_bytes for own in moved]),
     ):
         if any(values):
-            axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
+            axes.bar(rounds, values, 0.88, below, color=part_colour(part), label=name, linewidth=0)
             below += np.array(values, float)
     without = ", without telemetry" if run_traffic.telemetry_bytes else ""
     canvas.head(axes, "bytes of a round", f"{size(run_traffic.bytes)} in all{without}")

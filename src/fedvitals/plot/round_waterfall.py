@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from fedvitals.palette import part_colour
 from fedvitals.plot.canvas import SMALL, Figure, drawn, head, legend, nothing, panel, value_axis
 from fedvitals.plot.source import Which, opened
-from fedvitals.plot.style import INK, part_colour, words
+from fedvitals.plot.style import INK, words
 from fedvitals.store import Target
 from fedvitals.views.round import RoundPage, lengths_of, round_page
 
@@ -20,7 +21,17 @@ def waterfall(
     lanes: int = LANES,
     store: Target = None,
 ) -> Figure:
-    """Draw the waterfall of a round; without a number, of the longest round."""
+    """Draw the waterfall of a round: who worked when, and the chain of work that made it so long.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        round_index: The round; by default the longest.
+        lanes: How many nodes to draw.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         if round_index is None:
             round_index = longest(lengths_of(reader, chosen, "virtual") or lengths_of(reader, chosen, "real"))

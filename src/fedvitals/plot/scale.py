@@ -15,7 +15,7 @@ from fedvitals.plot.style import HAIRLINE, SUPERSCRIPTS
 Floats = NDArray[np.float64]
 End = tuple[str, str, float, float]
 """A line's name, its colour, and where it stops."""
-LABEL_GAP = 0.085  # of a panel's height, between two labels
+LABEL_INCHES = 0.13  # between the middles of two labels
 
 
 class Height:
@@ -91,7 +91,8 @@ def label_ends(axes: Any, ends: Sequence[End]) -> None:
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[3])
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, _, y in ordered]
-    placed = _apart(wanted)
+    inches = axes.get_position().height * axes.figure.get_figheight()
+    placed = _apart(wanted, LABEL_INCHES / max(inches, LABEL_INCHES))
     left, right = axes.get_xlim()
     for (name, colour, x, y), at in zip(ordered, placed, strict=True):
         early = x < right - max(1.0, 0.05 * (right - left))  # a leader across empty rounds would look like values
@@ -104,13 +105,13 @@ def label_ends(axes: Any, ends: Sequence[End]) -> None:
         )  # fmt: skip
 
 
-def _apart(wanted: list[float]) -> list[float]:
-    """The same heights, in order, at least a label's height apart, moved as little as two passes can."""
+def _apart(wanted: list[float], gap: float) -> list[float]:
+    """Return the heights in order, at least `gap` apart, moved as little as two passes can."""
     placed = list(wanted)
     for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + LABEL_GAP)
+        placed[i] = max(placed[i], placed[i - 1] + gap)
     excess = max(0.0, placed[-1] - 1.0) if placed else 0.0
     for i in range(len(placed) - 1, -1, -1):
-        ceiling = placed[i + 1] - LABEL_GAP if i + 1 < len(placed) else placed[-1] - excess
+        ceiling = placed[i + 1] - gap if i + 1 < len(placed) else placed[-1] - excess
         placed[i] = min(placed[i], ceiling)
     return placed

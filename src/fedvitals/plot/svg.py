@@ -9,11 +9,13 @@ import re
 import warnings
 from typing import TYPE_CHECKING
 
+from fedvitals.palette import ON_DARK
 from fedvitals.plot.style import INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_ON_LIGHT = re.compile("|".join(ON_DARK), re.IGNORECASE)
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -41,8 +43,21 @@ def apart(svg: str, key: str) -> str:
 
 
 def for_page(svg: str) -> str:
-    """Return the picture for a page of any background: no white behind it, ink in the text's colour."""
-    return re.sub(r'<rect class="paper"[^>]*/>', "", svg).replace(INK, "currentColor")
+    """Return the picture for a page of any background: no white behind it, ink in the text's colour.
+
+    Colours that differ on dark paper become custom properties, which `dark_style` sets.
+    """
+    svg = re.sub(r'<rect class="paper"[^>]*/>', "", svg).replace(INK, "currentColor")
+    return _ON_LIGHT.sub(lambda colour: f"var({_property(colour[0])},{colour[0]})", svg)
+
+
+def dark_style() -> str:
+    """Return the declarations that give pictures of a page their colours on dark paper."""
+    return "".join(f"{_property(light)}:{dark};" for light, dark in ON_DARK.items())
+
+
+def _property(colour: str) -> str:
+    return f"--on-{colour.removeprefix('#').lower()}"
 
 
 def tidied(svg: str, title: str) -> str:

@@ -20,7 +20,16 @@ WIDEST = 3.0  # points, of the edge with the most bytes
 
 @drawn
 def topology(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Draw the federation as it was in a round, by default the newest."""
+    """Draw the federation as it was in a round, by default the newest.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        round_index: The round; by default the newest.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():
             return nothing("The run has no round yet.")

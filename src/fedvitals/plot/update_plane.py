@@ -24,7 +24,16 @@ MISSING = ("No update was sketched.", "Sketches come from the server's side of `
 
 @drawn
 def update_map(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Draw the directions of a round's updates in the plane that keeps most of their distances."""
+    """Draw the directions of a round's updates in the plane that keeps most of their distances.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        round_index: The round; by default the newest.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
     if update_map_page.round is None or not update_map_page.points:
@@ -53,7 +62,16 @@ def update_map(run: Which, round_index: int | None = None, *, store: Target = No
 
 @drawn
 def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Draw the cosines between the updates of a round's clients, similar clients next to each other."""
+    """Draw the cosines between the updates of a round's clients, similar clients next to each other.
+
+    Args:
+        run: An id, the beginning of one, a name (its newest run), a run of `fv.open(...)`, or `(reader, id)`.
+        round_index: The round; by default the newest.
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+
+    Returns:
+        A matplotlib figure; a notebook shows it by itself.
+    """
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
         named = suspects(cases_of(reader, chosen), 20)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedvitals.probes.gradients import gradient_histogram as gradient_histogram
     from fedvitals.probes.gradients import gradients as gradient_sums
     from fedvitals.probes.gradients import last_gradient as last_gradient
+    from fedvitals.probes.layer_scale import layer_scale as gradient_scale_between
     from fedvitals.probes.nonlinearity import nonlinearity as nonlinearity_coefficient
     from fedvitals.probes.presets import Planned as Planned
     from fedvitals.probes.presets import Preset as Preset
@@ -36,6 +37,7 @@ _HOME = {
     "full_gradient_sums": "full_gradient:full_gradient",
     "gradient_histogram": "gradients:gradient_histogram",
     "gradient_scale": "scale:scale",
+    "gradient_scale_between": "layer_scale:layer_scale",
     "gradient_sums": "gradients:gradients",
     "last_gradient": "gradients:last_gradient",
     "nonlinearity_coefficient": "nonlinearity:nonlinearity",
@@ -51,6 +53,7 @@ __all__ = [
     "full_gradient_sums",
     "gradient_histogram",
     "gradient_scale",
+    "gradient_scale_between",
     "gradient_sums",
     "last_gradient",
     "nonlinearity_coefficient",

@@ -91,6 +91,9 @@ def activations(view: View) -> Mapping[str, Any]:
 
     This is the probe as it runs when a scope closes. At scheduled steps the monitor calls `prepare` instead, and
     measures the training's own forward pass without an additional one.
+
+    Args:
+        view: The client's model at this moment, and its data.
     """
     if view.data is None:
         return {}

@@ -15,7 +15,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedvitals.data_change import UNCHANGED, OwnData, sketch_from, vanished_labels
 from fedvitals.probes import samples
+from fedvitals.probes.fit import labels_of
 from fedvitals.stats import Array
 
 EVENT = "data"  # the event that carries the description
@@ -169,7 +171,9 @@ def _rounded(values: Array) -> list[float]:
 
 @dataclass(slots=True)
 class _KnownData:
-    """What is remembered of a client's data: which tensors they were, their checksum, and when to look again."""
+    """What is remembered of a client's data: which tensors they were, their checksum, and when to look again; how they
+    were described, and which labels they had.
+    """
 
     tensors: tuple[weakref.ref[Tensor], ...] = ()
     versions: tuple[int, ...] = ()
@@ -177,6 +181,9 @@ class _KnownData:
     looks: int = 0  # that found the data unchanged
     wait: int = CHECK_ROUNDS  # participations between two looks
     left: int = 0  # participations until the next look
+    own: OwnData = field(default_factory=OwnData)
+    labels: Mapping[int, int] = field(default_factory=dict)
+    vanished: frozenset[int] = frozenset()
 
 
 class DataWatch:
@@ -221,7 +228,7 @@ class DataWatch:
             known = self._known.setdefault(node, _KnownData())
             if self._is_unchanged(known, zlib.crc32(own.tobytes(), zlib.crc32(few.tobytes()))):
                 continue
-            report = _report(known, _describe_tensors(inputs[row], labels[row]))
+            report = _report(known, _describe_tensors(inputs[row], labels[row]), labels_of((few, labels[row])))
             if report is not None:
                 told[row] = report
         return told
@@ -239,7 +246,7 @@ class DataWatch:
         few = x[torch.as_tensor(samples.spread_indices(len(x), CHECKED, 0), device=x.device)]
         if self._is_unchanged(known, _checksum_of((few, y))):
             return None
-        return _report(known, _describe_tensors(x, y))
+        return _report(known, _describe_tensors(x, y), labels_of((x, y)))
 
     @staticmethod
     def _is_unchanged(known: _KnownData, checksum: int) -> bool:
@@ -270,10 +277,29 @@ def _describe_tensors(x: Tensor, y: Tensor) -> DataDescription | None:
 
 
 def _report(
-    known: _KnownData, description: DataDescription | None
+    known: _KnownData, description: DataDescription | None, labels: Mapping[int, int] | None = None
 ) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
+    """Return what is told of data that are new or have changed, with what changed in them. `labels`: how many samples
+    each label has, if that is known.
+    """
     looks, known.looks = known.looks, 0
-    return None if description is None else (description.metrics, description.remark(looks))
+    if description is None:
+        return None
+    name, text, event = description.remark(looks)
+    is_first = known.own.newest is None
+    known.own.add(sketch_from(0, event))
+    change = known.own.change
+    if labels is not None:
+        known.vanished = vanished_labels(known.labels, labels, known.vanished)
+        known.labels = labels
+    if is_first:
+        return description.metrics, (name, text, event)
+    told: dict[str, Any] = {"change": UNCHANGED if change is None else change.kind}
+    if change is not None and math.isfinite(change.moved):
+        told["moved"] = float(f"{change.moved:.{_DIGITS}g}")
+    if known.vanished:
+        told["classes_lost"] = len(known.vanished)
+    return description.metrics, (name, text, {**event, **told})
 
 
 def _checksum_of(batch: samples.Batch) -> int:

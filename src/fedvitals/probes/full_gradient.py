@@ -23,6 +23,9 @@ BATCH = 64
 def full_gradient(view: View) -> Mapping[str, Any]:
     """Return the nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad`
     untouched.
+
+    Args:
+        view: The client's model at this moment, and its data.
     """
     if view.data is None or view.loss is None:
         return {}

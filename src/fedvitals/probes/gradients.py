@@ -20,12 +20,19 @@ def gradients(view: View) -> Mapping[str, Any]:
     """Return the nine sums of every layer's gradient, as the optimiser is about to use it.
 
     At steps a session does the same with a `GradientRecorder`, which costs a small model half as much.
+
+    Args:
+        view: The client's model at this moment, and its data.
     """
     return {"gradient": sums(view.gradients)}
 
 
 def last_gradient(view: View) -> Mapping[str, Any]:
-    """Return the norm of the gradients that remain when the scope closes; nothing if they were cleared."""
+    """Return the norm of the gradients that remain when the scope closes; nothing if they were cleared.
+
+    Args:
+        view: The client's model at this moment, and its data.
+    """
     own = [p.grad for p in view.parameters]
     if not any(gradient is not None and gradient.numel() for gradient in own):
         return {}
@@ -41,7 +48,11 @@ def last_gradient(view: View) -> Mapping[str, Any]:
 
 
 def gradient_histogram(view: View) -> Mapping[str, Any]:
-    """Return how many gradient values lie in each octave, by sign."""
+    """Return how many gradient values lie in each octave, by sign.
+
+    Args:
+        view: The client's model at this moment, and its data.
+    """
     return {"gradient.histogram": histogram(view.gradients)}
 
 

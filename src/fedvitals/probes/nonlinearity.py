@@ -29,7 +29,14 @@ IMAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are functions
-    """The probe. `images` is the number of samples of the client's data, or «all»."""
+    """A probe: how far a model is from its linearisation at the client's samples.
+
+    Args:
+        images: The number of the client's samples to measure on, or «all».
+
+    Returns:
+        The probe.
+    """
 
     images: int | str = IMAGES
 

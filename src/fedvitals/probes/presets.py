@@ -45,7 +45,17 @@ ACTIVATION_STEPS = 25  # one of so many is measured: it takes half as long again
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A probe and when it runs: at the steps that `when` grants, or once when the client's scope closes."""
+    """A probe and when it runs: at the steps that `when` grants, or once when the client's scope closes.
+
+    Args:
+        probe: A function of a `View` that returns numbers by name.
+        when: A schedule, such as `fv.every(5)`.
+        each: Whether to store every measurement, not only what they merge to.
+        percent: The share of the training's work that a probe may take that runs when the scope closes; clients take
+            turns.
+        rounds: Run in every so many rounds.
+        floor_rounds: With `percent`: each client is measured once in so many rounds, at any cost.
+    """
 
     probe: Probe
     when: Schedule = at_exit
@@ -60,13 +70,28 @@ class Planned:
         return name_of(self.probe)
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of one measurement of a client with so many samples."""
+        """Return the sample-passes of one measurement of a client with so many samples.
+
+        Args:
+            samples: The number of samples that the client has.
+        """
         return self.probe.work(samples) if isinstance(self.probe, StatesWork) else float(UNSTATED)
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named set of probes with their schedules."""
+    """A named set of probes with their schedules.
+
+    Args:
+        name: Its name, which is kept with the run.
+        probes: The probes with their schedules, as `Planned`.
+        fit_percent: The share of the training's work that measuring the fit may take.
+        brief: Whether to measure only the norm of a client's weights and update, and the cosine to the others.
+        difference_each_step: Whether to measure how far the weights have moved at every step.
+        fit_floor_rounds: Each client's fit is measured once in so many rounds, at any cost.
+        training_losses: In every so many rounds, measure losses by class of the samples that a client trains on; 0:
+            never.
+    """
 
     name: str
     probes: tuple[Planned, ...]
@@ -79,12 +104,23 @@ class Preset:
     training_losses: int = 0  # every so many rounds, by class, of the samples that a client trains on; 0: never
 
     def measures_losses(self, round_index: int | None) -> bool:
-        """Return whether training losses are measured in a round."""
+        """Return whether training losses are measured in a round.
+
+        Args:
+            round_index: The round.
+        """
         return self.training_losses > 0 and (round_index or 0) % self.training_losses == 0
 
 
 def preset(name: str) -> Preset:
-    """Return a new preset by name; new, since a schedule may hold the state of one run."""
+    """Return a new preset by name; new, since a schedule may hold the state of one run.
+
+    Args:
+        name: «light», «standard» or «deep».
+
+    Returns:
+        The preset, whose `probes` may be changed before it is passed to a monitor.
+    """
     check_name(name)
     try:  # probes import torch, which takes more than a second: not before somebody measures with them
         from fedvitals.probes.activations import activations  # noqa: PLC0415

@@ -78,7 +78,9 @@ def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
         return named
     sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
     states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch tells it nowhere else
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    # In earlier versions of torch, a module has one group or none, and not a list of them.
+    several = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
+    groups = [group for own_groups in several for group in own_groups if group is not None]
     own = [own for group in groups for own in group.fsdp_params if hasattr(own, "_unsharded_param")]
     shards = {id(parameter._unsharded_param): parameter.sharded_param for parameter in own}  # noqa: SLF001
     return [(name, shards.get(id(parameter), parameter)) for name, parameter in named]

@@ -37,10 +37,18 @@ class SuspectSample:
 
 
 def suspect_samples(model: nn.Module, data: Any, k: int = 20) -> list[SuspectSample]:
-    """Return the `k` samples that speak most against their labels, worst first; fewer where the model agrees with more.
+    """Return the samples that speak most against their labels, worst first. Model, data and random streams stay as they
+    are.
 
-    `model`: the federation's, as the client received it. One that the client has trained further agrees with its wrong
-    labels, too. `data`: what `Monitor.client` takes. Model, data and random streams stay as they are.
+    Args:
+        model: The federation's model, as the client received it. One that the client has trained further agrees with
+            its wrong labels, too.
+        data: The client's samples, as `Monitor.client` takes them.
+        k: How many samples to return at most.
+
+    Returns:
+        For each its index, its label, what the model takes it for, and by how much; fewer than `k` where the model
+        agrees with more.
     """
     if k < 1:
         raise ConfigError(f"suspect_samples(k=) needs at least 1 sample to list, got {k}.")

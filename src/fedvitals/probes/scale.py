@@ -40,7 +40,12 @@ MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of 
 
 @dataclass(frozen=True, slots=True)
 class scale:  # noqa: N801 - reads as its sibling probes, which are functions
-    """The probe. `images` is the number of samples («all»: as in the paper); `exact`: one backward pass per output."""
+    """A probe: the gradient scale coefficient and the sensitivity of a model's layers (docs/guide/gradient_scale.md).
+
+    Args:
+        images: The number of the client's samples to measure on; «all»: as in the paper.
+        exact: Whether to make one backward pass per output, instead of random projections.
+    """
 
     images: int | str = IMAGES
     exact: bool = False
@@ -54,7 +59,11 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
         return "scale"
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection."""
+        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection.
+
+        Args:
+            samples: The number of samples that the client has.
+        """
         images = samples if self.images == "all" else int(self.images)
         return float(images * (FORWARD + BACKWARD * (OUTPUTS if self.exact else 2)) + CALL)
 

@@ -24,6 +24,14 @@ class View:
 
     Only the monitor changes it, by setting `step` and `owned`; a probe reads. `owned` lists, per layer, the parameter
     that the current optimiser step acts on, or None: with several optimisers each sees its own part.
+
+    Args:
+        model: The client's module.
+        round_index: The round.
+        node: The client's name.
+        data: The client's own samples, or None.
+        loss: The loss function, or None.
+        trained: Names of parameters that train elsewhere in the federation.
     """
 
     __slots__ = (
@@ -67,6 +75,7 @@ class View:
 
     @property
     def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """The model's buffers with their names, such as batch norm's running statistics."""
         if self._buffers is None:
             self._buffers = list(self.model.named_buffers())
         return self._buffers

@@ -18,7 +18,11 @@ from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES,
 
 
 def weights(view: View) -> Mapping[str, Any]:
-    """Return the nine sums of every parameter and, separately, of every buffer (batch norm's running statistics)."""
+    """Return the nine sums of every parameter and, separately, of every buffer (batch norm's running statistics).
+
+    Args:
+        view: The client's model at this moment, and its data.
+    """
     measured = weight_rows(view)
     return {**measured, **whole_model(measured["weight"])}
 

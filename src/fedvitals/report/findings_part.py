@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import unquote
 
-from fedvitals.diagnosis.cases import Case, notes_in_words
+from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
-from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Pictures, Points, Table, Text, literal
+from fedvitals.report.markup import Block, Card, Code, Facts, Folded, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.cause_levels import levels_in_words
@@ -25,6 +26,7 @@ from fedvitals.views.profile import Profile
 from fedvitals.views.units import number, seconds, whole_percent, with_unit
 from fedvitals.views.verdict import Verdict
 
+SHOWN = 3  # cases with their evidence before the appendix
 FULL = 8  # cases with evidence and advice; the others are lines of a table
 LISTED = 60
 ADVICE = 5  # cases whose first remedy stands among what to do
@@ -74,45 +76,60 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
     verb = "check" if findings.verdict.state == "unjudged" else "findings"
     first = f"fedvitals {verb} {run}{' --all' if verb == 'findings' else ''}"
     commands = Code((first, f"fedvitals profile {run}", "fedvitals ui"))
-    return [Heading(2, "What to do next"), Points(tuple(points), numbered=len(points) > 1), commands]
+    return [Heading(2, "What to do"), Points(tuple(points), numbered=len(points) > 1), commands]
 
 
-def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
-    """Return the findings as data, and the section about them."""
+@dataclass(frozen=True, slots=True)
+class FindingsPart:
+    """The findings as data; the section on evidence; the other findings, for the appendix."""
+
+    page: Findings
+    full: list[FullFinding]
+    evidence: list[Block]
+    others: Folded | None
+
+
+def findings_part(reader: Reader, run: str, pictures: Pictures) -> FindingsPart:
+    """Read the findings of a run: the worst with their evidence, others folded in the appendix, notes folded."""
     findings = findings_page(reader, run, FindingsAsked(limit=LISTED))
     by_key = {case_key(case): case for case in cases_of(reader, run)}
     rounds = reader.history(run).rounds()
-    chosen = findings.cases[:FULL]
-    full = [full_finding(reader, run, card.key) for card in chosen]
-    blocks: list[Block] = [Heading(2, "Findings")]
-    if not findings.total:
-        unjudged = findings.verdict.state == "unjudged"
-        blocks.append(Text(f"None. {literal(findings.verdict.headline)}" if unjudged else "None."))
-        return findings, full, [*blocks, *_hidden_notes(findings, run)]
-    counts = findings.counts
-    muted = f", {counts.muted} muted" if counts.muted else ""
-    blocks.append(Text(f"{counts.all} in all: {counts.open} open, {counts.past} over{muted}. Worst first."))
-    blocks += _hidden_notes(findings, run)
-    blocks += [_card(finding, by_key[finding.case.key], rounds, pictures) for finding in full]
-    rest = [card for card in findings.cases if card.key not in {finding.case.key for finding in full}]
+    full = [full_finding(reader, run, card.key) for card in findings.cases[:FULL]]
+    cards = [_card(finding, by_key[finding.case.key], rounds, pictures) for finding in full]
+    evidence: list[Block] = [*_counts(findings), *cards[:SHOWN], *_notes(reader, run, findings)]
+    rest = findings.cases[FULL:]
+    others: list[Block] = [*cards[SHOWN:]]
     if rest:
         more = findings.total - len(findings.cases)
-        blocks.append(_list(rest, f"and {more} more: `fedvitals findings`" if more > 0 else ""))
-    return findings, full, blocks
+        others.append(_list(rest, "Further findings", f"and {more} more: `fedvitals findings`" if more > 0 else ""))
+    return FindingsPart(findings, full, evidence, Folded("Other findings", tuple(others)) if others else None)
 
 
-def _hidden_notes(findings: Findings, run: str) -> list[Block]:
-    """Return one line for notes, which are shown on request only."""
-    how = f"`fedvitals findings {literal(run)} --notes`"
-    return [Text(f"{notes_in_words(findings.notes)}: {how}", "quiet")] if findings.notes else []
+def _counts(findings: Findings) -> list[Block]:
+    counts = findings.counts
+    if not findings.total:
+        unjudged = findings.verdict.state == "unjudged"
+        return [Text(f"No findings. {literal(findings.verdict.headline)}" if unjudged else "No findings.")]
+    muted = f", {counts.muted} muted" if counts.muted else ""
+    where = "; the first here, the others in the appendix" if findings.total > SHOWN else ""
+    return [Text(f"{counts.all} in all: {counts.open} open, {counts.past} resolved{muted}. Worst first{where}.")]
 
 
-def _list(rest: Sequence[CaseCard], note: str) -> Table:
+def _notes(reader: Reader, run: str, findings: Findings) -> list[Block]:
+    """Return the notes, folded: weak signs that are no findings."""
+    if not findings.notes:
+        return []
+    notes = findings_page(reader, run, FindingsAsked(severity="note", limit=LISTED)).cases
+    title = f"{findings.notes} note{'s' if findings.notes != 1 else ''}"
+    return [Folded(title, (_list(notes, "", "Signs that are too weak for a finding."),), 4)]
+
+
+def _list(rest: Sequence[CaseCard], title: str, note: str) -> Table:
     rows = tuple(
         (marked(card.severity), literal(card.title), literal(card.place), literal(card.sure), literal(card.course))
         for card in rest
     )  # fmt: skip
-    return Table("The other findings", ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
+    return Table(title, ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
 
 
 def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pictures) -> Card:
@@ -141,26 +158,33 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         *([table] if (table := _numbers(finding)) is not None else []),
         pictures.of(
             f"finding-{name}",
-            f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
+            f"{literal(brief.title)} of {literal(brief.place)}: its signs against the other clients' over the rounds",
             lambda: draw_evidence(finding.evidence, case, rounds),
             "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
         ),
     ]
     if finding.error is not None:
         blocks.append(Code((finding.error.message[:300], *finding.error.traceback[-8:]), ""))
-    if finding.suspects:
-        who = (f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in finding.suspects[:5])
+    suspects = [suspect for suspect in finding.suspects if suspect.node != brief.node][:5]
+    if suspects:
+        who = (f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in suspects)
         blocks.append(Points(tuple(who)))
+    if finding.actions:
+        actions = (
+            f"{a.status}: {a.kind} {a.target or ''} (round {a.round}){f' {a.why}' if a.why != brief.message else ''}"
+            for a in finding.actions
+        )
+        blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in actions))]
+    more: list[Block] = []
     for title, sentences in (("Likely causes", finding.causes), ("What to do", finding.remedies)):
         if sentences:
-            blocks += [Heading(4, title), Points(tuple(sentences), numbered=True)]
+            more += [Heading(5, title), Points(tuple(sentences), numbered=True)]
     if finding.refutation:
-        blocks += [Heading(4, "What would prove it wrong"), Text(finding.refutation)]
-    if finding.actions:
-        actions = (f"{a.status}: {a.kind} {a.target or ''} (round {a.round}) {a.why}" for a in finding.actions)
-        blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in actions))]
+        more += [Heading(5, "What would prove it wrong"), Text(finding.refutation)]
     if finding.trust.words:
-        blocks.append(Text(literal(finding.trust.words), "quiet"))
+        more.append(Text(literal(finding.trust.words), "quiet"))
+    if more:
+        blocks.append(Folded("Causes, remedies, and what would prove it wrong", tuple(more), 4))
     return Card(brief.severity if brief.severity in MARKS else "note", tuple(blocks))
 
 
@@ -174,16 +198,6 @@ def _ratio(row: NumberRow) -> str:
     return f" ({literal(what)})" if what and row.compared_as.startswith("log") else ""
 
 
-def _compared(row: NumberRow) -> str:
-    """On which scale the two were compared, and what they are there."""
-    if not row.compared_as:
-        return ""
-    against = "" if row.usual is None else f" against {number(row.usual)}"
-    return (
-        f"{'log' if row.compared_as.startswith('log') else literal(row.compared_as, 40)}: {number(row.value)}{against}"
-    )
-
-
 def _numbers(finding: FullFinding) -> Table | None:
     if not finding.numbers:
         return None
@@ -194,11 +208,10 @@ def _numbers(finding: FullFinding) -> Table | None:
             "" if row.raw_usual is None else with_unit(row.raw_usual, row.unit),
             "" if row.usual is None else literal(row.of, 40),
             "" if row.score is None else number(row.score),
-            _compared(row),
         )
         for row in finding.numbers[:10]
     )
-    head = ("evidence", "value", "usual", "of", "σ from the others' median", "compared as")
+    head = ("evidence", "value", "usual", "of", "σ from the others' median")
     keep = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
     return Table(
         "",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fedvitals.errors import MissingExtraError
-from fedvitals.plot.svg import for_page, svg_of
+from fedvitals.palette import DARK, LIGHT
+from fedvitals.plot.svg import dark_style, for_page, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +94,16 @@ class Card:
     blocks: tuple[Block, ...]
 
 
-Block = Heading | Text | Points | Code | Picture | Table | Facts | Card
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Blocks under a title that a reader opens; on paper and as Markdown they are open."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    level: int = 3  # of its heading
+
+
+Block = Heading | Text | Points | Code | Picture | Table | Facts | Card | Folded
 
 WHOLE = 12  # rows of a table that a page's end does not tear apart
 _MARKS = re.compile(r"([\\`*_\[\]<>#~$&!])")
@@ -139,6 +149,8 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
             return "\n".join(f"- **{name}**: {value}" for name, value in block.pairs)
         case Card():
             return "\n\n".join(_markdown(inner) for inner in block.blocks)
+        case Folded():
+            return "\n\n".join(_markdown(inner) for inner in (Heading(block.level, block.title), *block.blocks))
         case Table():
             rule = tuple("---:" if place in block.numbers else "---" for place in range(len(block.head)))
             rows = [block.head, rule, *block.rows]
@@ -150,25 +162,29 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
 # -- as HTML ----------------------------------------------------------------------------------------------------------
 
 
-def page(blocks: Sequence[Block], title: str, *, foot: str = "") -> str:
-    """Return one HTML file with pictures and style inside it, without scripts, light or dark, fit for paper."""
+def page(blocks: Sequence[Block], title: str, *, foot: str = "", unfolded: bool = False) -> str:
+    """Return one HTML file with pictures and style inside it, without scripts, light or dark, fit for paper.
+
+    `unfolded`: with all folded parts open, for a printer.
+    """
     anchors = _Anchors()
     named = [(block, anchors.of(block)) for block in blocks]
     links = "".join(
-        f'<li class="level-{block.level}"><a href="#{anchor}">{_inline(block.text)}</a></li>'
+        f'<li class="level-{block.level}"><a href="#{anchor}">{_inline(_title(block))}</a></li>'
         for block, anchor in named
-        if isinstance(block, Heading) and block.level in {2, 3}
+        if isinstance(block, Heading | Folded) and block.level in {2, 3}
     )
     first = next((place for place, block in enumerate(blocks) if isinstance(block, Heading) and block.level == 2), 0)
     before = "\n".join(_html(block, anchor) for block, anchor in named[:first])
     contents = f'<nav aria-label="Contents"><ol>{links}</ol></nav>' if links else ""
-    return PAGE.format(
+    text = PAGE.format(
         title=html.escape(title),
         before=before,
         contents=contents,
         sections="\n".join(_sections(named[first:])),
         foot=f"<footer><p>{_inline(foot)}</p></footer>\n" if foot else "",
     )
+    return text.replace("<details>", "<details open>") if unfolded else text
 
 
 class _Anchors:
@@ -178,11 +194,15 @@ class _Anchors:
         self._used: dict[str, int] = {}
 
     def of(self, block: Block) -> str:
-        if not isinstance(block, Heading):
+        if not isinstance(block, Heading | Folded):
             return ""
-        name = re.sub(r"[^a-z0-9]+", "-", _ESCAPED.sub(r"\1", block.text).lower()).strip("-")[:60] or "section"
+        name = re.sub(r"[^a-z0-9]+", "-", _ESCAPED.sub(r"\1", _title(block)).lower()).strip("-")[:60] or "section"
         self._used[name] = self._used.get(name, 0) + 1
         return name if self._used[name] == 1 else f"{name}-{self._used[name]}"
+
+
+def _title(block: Heading | Folded) -> str:
+    return block.text if isinstance(block, Heading) else block.title
 
 
 def _sections(named: Sequence[tuple[Block, str]]) -> Iterable[str]:
@@ -223,6 +243,10 @@ def _html(block: Block, anchor: str = "") -> str:  # noqa: PLR0911 - one for eac
         case Card():
             inside = "\n".join(_html(inner) for inner in block.blocks)
             return f'<article class="card {html.escape(block.kind)}">{inside}</article>'
+        case Folded():
+            inside = "\n".join(_html(inner) for inner in block.blocks)
+            head = _html(Heading(block.level, block.title), anchor)
+            return f"<details><summary>{head}</summary>\n{inside}</details>"
         case Table():
             return _table(block)
 
@@ -273,49 +297,58 @@ def words_of(text: str) -> str:
 # Nothing may be loaded and nothing may run: pictures are in the page, so are their colours, and there is no script.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
+COLOURS = ("ink", "ink-2", "paper", "line", "note", "warning", "critical", "ok", "unjudged")
+
+
+def _theme(colours: Mapping[str, str]) -> str:
+    return ":root{" + "".join(f"--{name}:{colours[name]};" for name in COLOURS) + "}"
+
+
+THEMES = (
+    f":root{{color-scheme:light dark}}{_theme(LIGHT)}\n"
+    f"@media screen and (prefers-color-scheme:dark){{{_theme(DARK)}:root{{{dark_style()}}}}}\n"
+    "@media print{:root{font-size:12px;color-scheme:light}}"
+)
 STYLE = """
-:root{color-scheme:light dark;--ink:#1c1c1c;--quiet:#5a5a5a;--paper:#fff;--hair:#d5d5d5;--note:#0072b2;
---warning:#8a5a00;--critical:#b34700;--ok:#00664a}
-@media (prefers-color-scheme:dark){:root{--ink:#e6e6e6;--quiet:#a8a8a8;--paper:#141414;--hair:#3a3a3a;--note:#6cbcf0;
---warning:#e6a93c;--critical:#ff8a4d;--ok:#4fc79b}}
 *{box-sizing:border-box}
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:60rem;margin:2rem auto;
 padding:0 1rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.3rem;margin-top:3rem;border-bottom:1px solid var(--hair)}
-h3{font-size:1rem;margin:2rem 0 .5rem}h4{font-size:.95rem;margin:1rem 0 .25rem}
+h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.3rem;margin-top:3rem;border-bottom:1px solid var(--line)}
+h3{font-size:1rem;margin:2rem 0 .5rem}h4,h5{font-size:.95rem;margin:1rem 0 .25rem}
 a{color:inherit}figure{margin:1rem 0}figure svg{display:block;width:100%;min-width:40rem;height:auto;max-width:52rem}
-figcaption{color:var(--quiet);font-size:13px}
+figcaption{color:var(--ink-2);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;line-height:1.4}
 caption{text-align:left;font-weight:600;padding:1rem 0 .25rem}
-th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--hair)}
+th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--line)}
 td,th{overflow-wrap:break-word;max-width:28rem}th.num,td.num{text-align:right;white-space:nowrap}
-th{color:var(--quiet);font-weight:600}code,pre{font:13px/1.5 ui-monospace,monospace}
-pre{border:1px solid var(--hair);padding:.5rem .75rem;overflow-x:auto;white-space:pre-wrap}
-.quiet{color:var(--quiet);font-size:13px}.lead{font-size:1.1rem}
+th{color:var(--ink-2);font-weight:600}code,pre{font:13px/1.5 ui-monospace,monospace}
+pre{border:1px solid var(--line);padding:.5rem .75rem;overflow-x:auto;white-space:pre-wrap}
+.quiet{color:var(--ink-2);font-size:13px}.lead{font-size:1.1rem}
 nav ol{columns:2;font-size:13px;list-style:none;padding:0}nav .level-3{padding-left:1rem}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(15rem,1fr));gap:.5rem 1.5rem;margin:1rem 0;font-size:14px}
-dt{color:var(--quiet);font-size:13px}dd{margin:0}
-.card{border-left:3px solid var(--hair);padding:0 0 0 1rem;margin:1.5rem 0}.card h3{margin-top:0}
+dt{color:var(--ink-2);font-size:13px}dd{margin:0}
+summary{cursor:pointer}summary h3,summary h4{display:inline-block;margin:.5rem 0}
+details{border-top:1px solid var(--line)}.card details{border-top:0}
+.card{border-left:3px solid var(--line);padding:0 0 0 1rem;margin:1.5rem 0}.card h3{margin-top:0}
 .verdict{border-left-width:6px}.verdict .lead{margin:.25rem 0;font-weight:600}
 .critical,.ill{border-color:var(--critical)}.warning{border-color:var(--warning)}.note,.watch{border-color:var(--note)}
-.healthy{border-color:var(--ok)}
-footer{color:var(--quiet);font-size:13px;margin-top:3rem;border-top:1px solid var(--hair)}
+.healthy{border-color:var(--ok)}.unjudged{border-color:var(--unjudged)}
+footer{color:var(--ink-2);font-size:13px;margin-top:3rem;border-top:1px solid var(--line)}
 @media (max-width:40rem){nav ol{columns:1}}
-@media print{:root{font-size:12px;color-scheme:light;--ink:#000;--quiet:#444;--paper:#fff;--hair:#bbb;--note:#0072b2;
---warning:#8a5a00;--critical:#b34700;--ok:#00664a}@page{size:A4;margin:13mm 12mm}
+@media print{@page{size:A4;margin:13mm 12mm}
 body{margin:0;padding:0;max-width:none;font-size:9.5pt;line-height:1.4;orphans:3;widows:3}
-h2{margin-top:1.75rem}h3{margin:1.25rem 0 .25rem}h2,h3,h4,caption,thead{break-after:avoid}p,ol,ul,dl{margin:.5rem 0}
+h2{margin-top:1.75rem}h3{margin:1.25rem 0 .25rem}h2,h3,h4,h5,caption,thead{break-after:avoid}p,ol,ul,dl{margin:.5rem 0}
 table,code,pre,figcaption,dt,nav ol,.quiet,footer{font-size:8.5pt}dl{font-size:9.5pt;gap:.25rem 1.5rem}
 figure{margin:.5rem 0}figure svg{min-width:0;max-width:none}
 figure,tr,pre,dl>div,.verdict,table.short{break-inside:avoid}thead{display:table-header-group}
-.card{padding-left:.6rem;margin:.75rem 0}.wide{overflow:visible}a{text-decoration:none}}
+summary{list-style:none}.card{padding-left:.6rem;margin:.75rem 0}.wide{overflow:visible}a{text-decoration:none}}
 """
 
 PAGE = (
     '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
     f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
     '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-    "<title>{title}</title>\n<style>" + STYLE.replace("{", "{{").replace("}", "}}") + "</style></head>\n"
+    "<title>{title}</title>\n<style>" + f"{THEMES}{STYLE}".replace("{", "{{").replace("}", "}}") + "</style></head>\n"
     "<body>\n<header>\n{before}\n</header>\n{contents}\n<main>\n{sections}\n</main>\n{foot}</body>\n</html>\n"
 )
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Mapping
 
 from fedvitals import plot
+from fedvitals.analysis.stragglers import costly
 from fedvitals.diagnosis.gaps import incomplete
 from fedvitals.plot.round_stacks import draw_traffic
 from fedvitals.plot.round_waterfall import draw_waterfall
-from fedvitals.report.markup import Block, Facts, Heading, Pictures, Points, Table, Text, literal
+from fedvitals.report.markup import Block, Facts, Folded, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import flat, readable
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -22,6 +23,7 @@ from fedvitals.views.clients import ClientRow, clients_page, roster
 from fedvitals.views.comparison.runs import flattened
 from fedvitals.views.labels import labels_of, named
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.overview import overview
 from fedvitals.views.profile import Profile
 from fedvitals.views.round import round_page
@@ -32,26 +34,27 @@ from fedvitals.views.verdict import facts_of
 ROWS = 15  # of clients
 
 
-def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures) -> list[Block]:
-    """Return the section on accuracy and loss."""
-    rows = tuple(
-        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _trend(sign.values)))
-        for sign in card.signs
+def learning_picture(reader: Reader, run: str, pictures: Pictures) -> Block:
+    """Return accuracy and loss as a picture."""
+    return pictures.of(
+        "learning",
+        "accuracy and loss over the rounds, with the clients' spread",
+        lambda: plot.learning((reader, run)),
+        "Band: the clients, min–max and 5–95 %; points where fewer than three were measured. Marks on top are "
+        "findings: · note, ▲ warning, ■ critical.",
     )
-    blocks: list[Block] = [
-        Heading(2, "Learning"),
-        pictures.of(
-            "learning",
-            "accuracy and loss over the rounds, with the clients' spread",
-            lambda: plot.learning((reader, run)),
-            "Band: the clients, min–max and 5–95 %; points where fewer than three were measured. Marks on top are "
-            "findings: · note, ▲ warning, ■ critical.",
-        ),
-    ]
-    if rows:
-        head = ("vital sign", "of", "first", "lowest", "highest", "last")
-        blocks.append(Table("Vital signs", head, rows, numbers=frozenset({2, 3, 4, 5})))
-    return blocks
+
+
+def signs_part(reader: Reader, run: str, card: HealthCard) -> Folded | None:
+    """Return the vital signs as a table; None where there are none."""
+    rows = tuple(
+        (literal(metric_title(sign.name)), _of(reader, run, sign),
+         *(with_unit(value, sign.unit) for value in _trend(sign.values)))
+        for sign in card.signs
+    )  # fmt: skip
+    head = ("vital sign", "of", "first", "lowest", "highest", "last")
+    table = Table("", head, rows, numbers=frozenset({2, 3, 4, 5}))
+    return Folded("Vital signs", (table,)) if rows else None
 
 
 def _of(reader: Reader, run: str, sign: Sign) -> str:
@@ -70,9 +73,9 @@ def _trend(values: object) -> tuple[float | None, ...]:
     return (known[0], min(finite, default=None), max(finite, default=None), known[-1])
 
 
-def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+def layers_part(reader: Reader, run: str, pictures: Pictures) -> Folded:
     """Return the section on layers."""
-    blocks: list[Block] = [Heading(2, "Layers and gradients")]
+    blocks: list[Block] = []
     families = queries.layer_families(reader, run)
     if "gradient" in families:
         words = "root mean square of every layer's gradient, layers by rounds"
@@ -91,11 +94,11 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
         for statistic, what in (("dead_fraction", "dead"), ("saturated_fraction", "saturated")):
             draw = functools.partial(plot.layers, (reader, run), "activation.health", statistic)
             blocks.append(pictures.of(f"units-{what}", f"share of {what} units, layers by rounds", draw))
-    return blocks
+    return Folded("Layers and gradients", tuple(blocks))
 
 
-def adapters_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
-    """Return the section on low-rank adapters and the clients' texts; nothing where there are none."""
+def adapters_part(reader: Reader, run: str, pictures: Pictures) -> Folded | None:
+    """Return the section on low-rank adapters and the clients' texts; None where there are none."""
     blocks: list[Block] = []
     known = set(queries.metric_names(reader, run))
     if "adapter.effective_rank" in known:
@@ -108,16 +111,16 @@ def adapters_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
         if sign in known:
             draw = functools.partial(plot.clients, (reader, run), sign)
             blocks.append(pictures.of(sign.replace(".", "-"), f"{words} of the clients over the rounds", draw))
-    return [Heading(2, "Adapters and texts"), *blocks] if blocks else []
+    return Folded("Adapters and texts", tuple(blocks)) if blocks else None
 
 
-def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+def clients_part(reader: Reader, run: str, pictures: Pictures) -> Folded:
     """Return the section on clients."""
     page = clients_page(roster(reader, run), limit=ROWS)
     sign = overview(reader, run).sign
-    blocks: list[Block] = [Heading(2, "Clients")]
+    blocks: list[Block] = []
     if not page.total:
-        return [*blocks, Text("No client was seen.")]
+        return Folded("Clients", (Text("No client was seen."),))
     health = ", ".join(f"{count} {name}" for name, count in page.health.items() if count)
     blocks.append(Text(f"{page.total} clients: {health}." if health else f"{page.total} clients."))
     if sign is not None:
@@ -144,7 +147,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     if page.total > 2:
         words = "cosines between the newest round's updates, clustered"
         blocks.append(pictures.of("similarity", words, lambda: plot.similarity((reader, run))))
-    return blocks
+    return Folded("Clients", tuple(blocks))
 
 
 def _row(row: ClientRow) -> tuple[str, ...]:
@@ -166,9 +169,9 @@ def _row(row: ClientRow) -> tuple[str, ...]:
 LANES, COST_ROWS = 30, 8
 
 
-def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> list[Block]:
-    """Return the section as blocks."""
-    blocks: list[Block] = [Heading(2, "Time, memory and bytes")]
+def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> Folded:
+    """Return the section on what the rounds took."""
+    blocks: list[Block] = []
     if profile.verdict is None:
         blocks.append(Text("No round was timed."))
     else:
@@ -190,7 +193,7 @@ def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) ->
         blocks.append(pictures.of("traffic", "bytes of each round, up and down", lambda: draw_traffic(profile.traffic)))
     else:
         blocks.append(Text("No transfer was told: `monitor.transfer(...)` does, and the lab by itself.", "quiet"))
-    return blocks
+    return Folded("Time, memory and bytes", tuple(blocks))
 
 
 def _round(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> list[Block]:
@@ -210,10 +213,9 @@ def _stragglers(profile: Profile, labels: Mapping[str, str]) -> Table | None:
     rows = tuple(
         (literal(named(straggler.node, labels), 60), f"{straggler.determined} of {straggler.rounds}",
          seconds(straggler.seconds_lost), literal(straggler.part), seconds(straggler.typical), seconds(straggler.peers))
-        for straggler in profile.stragglers[:COST_ROWS]
-        if straggler.seconds_lost > 0
+        for straggler in costly(profile.stragglers, profile.times)[:COST_ROWS]
     )  # fmt: skip
-    head = ("client", "rounds determined", "time lost", "slow in", "usually takes", "its peers")
+    head = ("client", "rounds determined", "time lost", "slow in", "usually takes", "other clients")
     return Table("Who was waited for", head, rows, numbers=frozenset({1, 2, 4, 5})) if rows else None
 
 
@@ -241,12 +243,12 @@ def _memory(profile: Profile) -> list[Block]:
     if memory is None:
         return [Text("No memory was measured.", "quiet")]
     rows = tuple(
-        (f"`{peak.metric}`", size(peak.bytes), literal(peak.node or "the run", 40), str(peak.round),
+        (literal(metric_title(peak.metric)), size(peak.bytes), literal(peak.node or "the run", 40), str(peak.round),
          f"{'+' if peak.growth_bytes > 0 else ''}{size(peak.growth_bytes)}".replace("-", "−"))
         for peak in memory.peaks[:COST_ROWS]
     )  # fmt: skip
     blocks: list[Block] = [
-        Table("Memory", ("metric", "extreme", "of", "round", "growth over the run"), rows, numbers=frozenset({1, 3, 4}))
+        Table("Memory", ("memory", "extreme", "of", "round", "growth over the run"), rows, numbers=frozenset({1, 3, 4}))
     ]
     if memory.shares and memory.node is not None:
         parts = ", ".join(f"{name} {size(value)}" for name, value in memory.shares.items())
@@ -285,14 +287,14 @@ def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
     return Facts(tuple(shown))
 
 
-def configuration_part(card: HealthCard) -> list[Block]:
+def configuration_part(card: HealthCard) -> Folded:
     run = card.run
     settings = {path: leaf for name, value in flattened(run.config).items() for path, leaf in flat(name, value).items()}
     rows = tuple((literal(name, 80), readable(value)) for name, value in sorted(settings.items())[:SETTINGS])
     more = f"and {len(settings) - SETTINGS} more" if len(settings) > SETTINGS else ""
     tables = [table for table in run.tables if table.rows == "parameter"]
-    blocks: list[Block] = [Heading(2, "Configuration and versions")]
-    blocks.append(Facts((("seed", "not told" if run.seed is None else str(run.seed)), ("name", literal(run.name, 80)))))
+    seed = "not told" if run.seed is None else str(run.seed)
+    blocks: list[Block] = [Facts((("seed", seed), ("name", literal(run.name, 80))))]
     if rows:
         blocks.append(Table("Settings", ("setting", "value"), rows, more))
     if tables:
@@ -304,10 +306,10 @@ def configuration_part(card: HealthCard) -> list[Block]:
         blocks.append(Table("Model", ("layer", "shape", "type"), layers, more))
     versions = tuple((literal(name, 60), literal(version, LONGEST)) for name, version in sorted(run.versions.items()))
     blocks.append(Table("Versions", ("package", "version"), versions) if versions else Text("No versions were told."))
-    return blocks
+    return Folded("Configuration and versions", tuple(blocks))
 
 
-def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> list[Block]:
+def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> Folded:
     """Return what the judgement rests on, and what was not examined."""
     facts = facts_of(reader, run)
     alarms = facts.false_alarms * facts.rounds / 100
@@ -335,7 +337,7 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
             f"Of a node's round, up to {whole_percent(profile.unaccounted)} is in no known part (median over rounds)."
         )
     points.append("Lines of more than 240 points are drawn in buckets that keep their lowest and highest value.")
-    blocks: list[Block] = [Heading(2, "How sure, and what was not measured"), Points(tuple(points))]
+    blocks: list[Block] = [Points(tuple(points))]
     if card.absent:
         rows = tuple((f"`{names}`", needs) for names, needs in card.absent.items())
         blocks.append(Table("Not measured", ("metrics", "what they need"), rows))
@@ -348,4 +350,4 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         )  # fmt: skip
         note = f"the newest of {len(card.events)}" if len(card.events) > EVENTS else ""
         blocks.append(Table("Warnings and errors", ("round", "node", "level", "message"), events, note))
-    return blocks
+    return Folded("How sure, and what was not measured", tuple(blocks))

@@ -13,7 +13,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.report import sections
 from fedvitals.report.comparison import comparison
 from fedvitals.report.findings_part import findings_part, verdict_card, what_next
-from fedvitals.report.markup import Block, Card, Heading, Picture, Pictures, literal, markdown, page, words_of
+from fedvitals.report.markup import Block, Card, Folded, Heading, Picture, Pictures, literal, markdown, page, words_of
 from fedvitals.report.pdf import pdf_of
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -54,7 +54,7 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         data = f"{markdown(blocks)}\n{FOOT.partition('. ')[0]}.\n".encode()
         beside = tuple(_beside(target, blocks))
     else:
-        html = html_of(blocks)
+        html = html_of(blocks, unfolded=kind == ".pdf")
         # Behind a PDF's end, comments are allowed: by it we know our own again.
         data = html.encode() if kind == ".html" else pdf_of(html) + b"\n% " + OURS + b"\n"
     target.write_bytes(data)
@@ -69,10 +69,10 @@ def content_of(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[
     return [verdict], blocks
 
 
-def html_of(blocks: Sequence[Block]) -> str:
-    """Return the blocks as an HTML page."""
+def html_of(blocks: Sequence[Block], *, unfolded: bool = False) -> str:
+    """Return the blocks as an HTML page; `unfolded`: with all folded parts open."""
     title = next((words_of(block.text) for block in blocks if isinstance(block, Heading)), "report")
-    return page(blocks, f"{title} · fedvitals", foot=FOOT)
+    return page(blocks, f"{title} · fedvitals", foot=FOOT, unfolded=unfolded)
 
 
 def default_name(name: str, ids: Sequence[str]) -> str:
@@ -118,11 +118,11 @@ def _pictures(blocks: Sequence[Block]) -> Iterator[Picture]:
     for block in blocks:
         if isinstance(block, Picture):
             yield block
-        elif isinstance(block, Card):
+        elif isinstance(block, Card | Folded):
             yield from _pictures(block.blocks)
 
 
-# The report on one run: the verdict, what it rests on, and what was not examined.
+# The report on one run: what happened, the evidence, what to do, and everything else in an appendix.
 
 
 FOOT = (
@@ -133,19 +133,27 @@ FOOT = (
 def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[Block]]:
     """Return the verdict, and the whole report as blocks."""
     card, profile = health_card(reader, run), profile_of(reader, run)
-    findings_data, full, findings = findings_part(reader, run, pictures)
+    findings = findings_part(reader, run, pictures)
+    appendix = (
+        findings.others,
+        sections.signs_part(reader, run, card),
+        sections.clients_part(reader, run, pictures),
+        sections.layers_part(reader, run, pictures),
+        sections.adapters_part(reader, run, pictures),
+        sections.cost_part(reader, run, profile, pictures),
+        sections.configuration_part(card),
+        sections.trust_part(reader, run, card, profile),
+    )
     blocks: list[Block] = [
         Heading(1, literal(card.run.name or run, 120)),
-        verdict_card(findings_data.verdict),
+        verdict_card(findings.page.verdict),
+        Heading(2, "What happened"),
         sections.facts_part(reader, run, card),
-        *what_next(findings_data, full, profile, run),
-        *findings,
-        *sections.learning_part(reader, run, card, pictures),
-        *sections.clients_part(reader, run, pictures),
-        *sections.layers_part(reader, run, pictures),
-        *sections.adapters_part(reader, run, pictures),
-        *sections.cost_part(reader, run, profile, pictures),
-        *sections.configuration_part(card),
-        *sections.trust_part(reader, run, card, profile),
+        sections.learning_picture(reader, run, pictures),
+        Heading(2, "Evidence"),
+        *findings.evidence,
+        *what_next(findings.page, findings.full, profile, run),
+        Heading(2, "Appendix"),
+        *(part for part in appendix if part is not None),
     ]
-    return findings_data.verdict, blocks
+    return findings.page.verdict, blocks

@@ -25,7 +25,13 @@ TOP = 20  # operators that are told
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Which steps to record: `steps=(5, 10)` are the sixth to the tenth. No names: every client of these rounds."""
+    """Which training steps to record with torch's profiler; pass it as `Monitor(capture=...)`.
+
+    Args:
+        rounds: The rounds in which to record.
+        nodes: The clients to record; empty: every client of these rounds.
+        steps: First step, counted from 0, and the step before which to stop: `(5, 10)` are the sixth to the tenth.
+    """
 
     rounds: tuple[int, ...] = (1,)
     nodes: tuple[AnyName, ...] = ()

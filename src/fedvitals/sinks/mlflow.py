@@ -29,11 +29,16 @@ DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
 class MLflow(Sink):
-    """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag.
+    """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag. A
+    run that was logged there before is continued.
 
-    `uri`: of a tracking server or database; MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` here. `nodes`: how many
-    clients get metrics of their own, or which ones. `layers_of`: nodes whose layers are logged, beside those of the
-    whole round. `store`: named in the run's description. A run that was logged there before is continued.
+    Args:
+        uri: The address of a tracking server or database; by default MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`
+            here.
+        experiment: The experiment that runs are logged to.
+        nodes: How many clients get curves of their own, or which ones.
+        layers_of: Nodes whose layers are shown, beside those of the whole round.
+        store: The store, named in the run's description.
     """
 
     name = "mlflow"
@@ -77,7 +82,11 @@ class MLflow(Sink):
                 raise ConfigError(f"MLflow does not take '{self.uri}': {error} Try MLflow('{DEFAULT}').") from error
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log what is new. Raises what MLflow raises; the queue then tries again."""
+        """Log what is new. Raises what MLflow raises; the queue then tries again.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         if self._client is None:
             client = self._tracking.MlflowClient(tracking_uri=self.uri)
             self._experiment_id = self._find_experiment(client)
@@ -107,7 +116,14 @@ class MLflow(Sink):
             self._client.log_dict(self._of(run), histograms, f"histograms/round-{number:05d}.json")
 
     def run_of(self, run: str) -> str | None:
-        """Return MLflow's id of a run."""
+        """Return MLflow's id of a run.
+
+        Args:
+            run: The run's id in fedvitals.
+
+        Returns:
+            The id in MLflow.
+        """
         return self._runs.get(run)
 
     def _find_experiment(self, client: Any) -> str:

@@ -61,9 +61,13 @@ class _File:
 
 
 class TensorBoard(Sink):
-    """Writes scalars per round, layer histograms, and findings as text. `nodes`: how many clients, or which ones.
+    """Writes scalars per round, layer histograms, and findings as text.
 
-    `layers_of`: nodes whose layers are drawn, beside those of the whole round. `store`: named in the run's text.
+    Args:
+        folder: Where the event files go, a subfolder for each run.
+        nodes: How many clients get curves of their own, or which ones.
+        layers_of: Nodes whose layers are shown, beside those of the whole round.
+        store: The store, named in the run's description.
     """
 
     name = "tensorboard"
@@ -89,13 +93,24 @@ class TensorBoard(Sink):
         self._files: dict[str, _File] = {}
 
     def folder_of(self, run: str) -> Path:
-        """Return the folder of a run's event files."""
+        """Return the folder of a run's event files.
+
+        Args:
+            run: The run's id.
+
+        Returns:
+            The folder.
+        """
         name = re.sub(r"[^\w.-]+", "_", self._names.get(run, "")).strip("._")[:80]
         identity = re.sub(r"[^\w.-]+", "_", run)[:80].lstrip(".") or "run"
         return self.folder / (f"{name}-{identity}" if name else identity)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Append what there is to draw to the event files of the runs."""
+        """Append what there is to draw to the event files of the runs.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         buffers: dict[str, io.BytesIO] = {}
         settings_texts: dict[str, str] = {}
         for record in records:

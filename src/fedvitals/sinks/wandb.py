@@ -38,8 +38,14 @@ SETTINGS: dict[str, Any] = {
 class WeightsAndBiases(Sink):
     """Logs scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
 
-    `folder`: where `wandb/` is made. `nodes`: how many clients get curves, or which ones. `layers_of`: nodes whose
-    layers are drawn, beside those of the whole round. `store`: named in the notes.
+    Args:
+        project: The project that runs are logged to.
+        mode: «offline» writes files, «online» sends to W&B's server.
+        folder: Where `wandb/` is created.
+        entity: The user or team at W&B.
+        nodes: How many clients get curves of their own, or which ones.
+        layers_of: Nodes whose layers are shown, beside those of the whole round.
+        store: The store, named in the run's description.
     """
 
     name = "wandb"
@@ -70,7 +76,11 @@ class WeightsAndBiases(Sink):
         self.folders: dict[str, Path] = {}  # of each run, once it is open
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log one row for each round among the records."""
+        """Log one row for each round among the records.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         for record in records:
             if isinstance(record, Run):
                 self._open(record)

@@ -52,7 +52,14 @@ def spill_folder(target: Target = None) -> Path:
 
 
 def open_store(target: Target = None) -> SqliteStore | PostgresStore:
-    """A sink that keeps what it is given. Nothing is opened or made before the first write."""
+    """Return a sink that keeps records. Nothing is opened or made before the first write.
+
+    Args:
+        target: A file, or an address `postgresql://...`.
+
+    Returns:
+        The store, for `Monitor(sinks=[...])`.
+    """
     where = store_target(target)
     return PostgresStore(where) if isinstance(where, str) else SqliteStore(where)
 

@@ -27,6 +27,7 @@ from fedvitals.errors import StoreError
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import note_of
 from fedvitals.store.log_file import HEADER, Log, Salts, page_sums, read_log
+from fedvitals.store.positions import read_at
 
 Checksums = npt.NDArray[np.uint32]  # [pages, 2]
 
@@ -148,7 +149,7 @@ def log_salts(path: Path) -> Salts | None:
 
 def _examine(path: Path, note: str | None) -> Report:
     file = open_file(path)
-    start, size = os.pread(file, DATABASE_HEADER, 0), os.fstat(file).st_size
+    start, size = read_at(file, DATABASE_HEADER, 0), os.fstat(file).st_size
     if len(start) < DATABASE_HEADER:
         return Report()
     page_size = page_size_in(start)
@@ -238,10 +239,10 @@ def _noted(path: Path, file: int, start: bytes, size: int, *, in_use: bool) -> S
         return None
     if size < end:
         raise ValueError(f"the file is cut off: it has {size} of {end} bytes")
-    footer = os.pread(file, FOOTER.size, size - FOOTER.size)
+    footer = read_at(file, FOOTER.size, size - FOOTER.size)
     page_size, _, pages, _ = _footer(footer)
     length = -(-(8 * pages + FOOTER.size) // page_size) * page_size
-    return _decoded(os.pread(file, length, size - length), start)
+    return _decoded(read_at(file, length, size - length), start)
 
 
 _DAMAGED = "its checksums are damaged"
@@ -304,7 +305,7 @@ def checksums_of(file: int, page_size: int, count: int) -> Checksums:
     """Return the checksums of the first pages of an open file; UNKNOWN for those that it does not have."""
     sums = np.full((count, 2), UNKNOWN, np.uint32)
     for first in range(0, count, AT_ONCE):
-        content = os.pread(file, min(AT_ONCE, count - first) * page_size, first * page_size)
+        content = read_at(file, min(AT_ONCE, count - first) * page_size, first * page_size)
         pages = len(content) // page_size
         words = np.frombuffer(content, "<u4", pages * page_size // 4).reshape(pages, page_size // 4)
         sums[first : first + pages] = page_sums(words.astype(np.uint32, copy=False)) + NEVER_ZERO

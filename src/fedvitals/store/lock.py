@@ -11,11 +11,12 @@ import threading
 from pathlib import Path
 
 from fedvitals.errors import BusyError, StoreError
+from fedvitals.store.positions import read_at, write_at
 
-if sys.platform != "win32":
+try:
     import fcntl
-
-    _WHOLE_FILE = (0, 0, 0, fcntl.F_WRLCK, 0) if sys.platform == "darwin" else (fcntl.F_WRLCK, 0, 0, 0, 0)
+except ImportError:  # Windows: nobody is kept from writing but by SQLite's own locks
+    fcntl = None  # type: ignore[assignment]
 
 NOTE_BYTES = 1 << 16
 # The C structure `flock`, whose order of fields differs: type, whence, start, length, process; on macOS type and whence
@@ -43,7 +44,7 @@ if hasattr(os, "register_at_fork"):
 
 def owner_of(file: int) -> str:
     """The process that an open lock file names."""
-    return os.pread(file, 32, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
+    return read_at(file, 32, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
 
 
 def _path(store: Path) -> Path:
@@ -86,7 +87,7 @@ def is_held_here(store: Path) -> bool:
 
 def is_held_elsewhere(store: Path) -> bool:
     """Whether another process of this machine holds the lock of a store. The system frees it when the process ends."""
-    if sys.platform == "win32":
+    if fcntl is None:
         return False
     path = _path(store)
     with _GATE:
@@ -97,7 +98,8 @@ def is_held_elsewhere(store: Path) -> bool:
         except OSError:
             return False
         try:
-            whole_file = struct.pack(_FLOCK, *_WHOLE_FILE)
+            write = fcntl.F_WRLCK
+            whole_file = struct.pack(_FLOCK, *((0, 0, 0, write, 0) if _FLOCK_TYPE else (write, 0, 0, 0, 0)))
             answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, whole_file))
         except OSError:  # a file system without locks
             return False
@@ -134,7 +136,7 @@ class WriterLock:
 
     def hold(self) -> None:
         """Take the lock, or keep it. StoreError when another process has it."""
-        if sys.platform == "win32":
+        if fcntl is None:
             return
         with _GATE:
             self._hold()
@@ -159,7 +161,7 @@ class WriterLock:
                 break
             self._close()  # its last owner removed the file between our opening and our locking it
         if opened:
-            self.note_before = os.pread(self._file, NOTE_BYTES, 0).decode(errors="replace").partition("\n")[2] or None
+            self.note_before = read_at(self._file, NOTE_BYTES, 0).decode(errors="replace").partition("\n")[2] or None
         if owner_of(self._file) != str(os.getpid()):
             self._say(self.note_before or "")
 
@@ -186,12 +188,12 @@ class WriterLock:
     def add(self, line: str) -> None:
         """Write a line behind the note, over the one that was added before, which is as long."""
         if self._file is not None:
-            os.pwrite(self._file, f"{line}\n".encode(), self._end)
+            write_at(self._file, f"{line}\n".encode(), self._end)
 
     def _say(self, text: str) -> None:
         if self._file is not None:
             content = f"{os.getpid()}\n{text}".encode()
-            os.pwrite(self._file, content, 0)
+            write_at(self._file, content, 0)
             os.ftruncate(self._file, len(content))
             self._end = len(content)
 

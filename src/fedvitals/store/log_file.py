@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.store.positions import read_at
+
 HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
 MAGIC = 0x377F0682  # with the lowest bit set, checksums are of big-endian words
 AT_ONCE = 64  # frames; half a megabyte of pages stays in the processor's cache
@@ -52,19 +54,19 @@ def read_log(path: Path, page_size: int) -> Log | None:
 def frame_heads(file: int, first: int, last: int, page_size: int) -> Words:
     """Return the heads of the frames from `first` to before `last` in an open log: [frames, 6]."""
     size = FRAME.size + page_size
-    heads = b"".join([os.pread(file, FRAME.size, HEADER.size + i * size) for i in range(first, last)])
+    heads = b"".join([read_at(file, FRAME.size, HEADER.size + i * size) for i in range(first, last)])
     return np.frombuffer(heads, np.uint32).reshape(-1, 6)
 
 
 def page_in(file: int, frame: int, page_size: int) -> bytes:
     """Return the page in one frame of an open log."""
-    return os.pread(file, page_size, HEADER.size + frame * (FRAME.size + page_size) + FRAME.size)
+    return read_at(file, page_size, HEADER.size + frame * (FRAME.size + page_size) + FRAME.size)
 
 
 def sums_in(file: int, first: int, heads: Words, page_size: int) -> Words:
     """Return `page_sums` of the pages in these frames, without reading them: SQLite has added them up already."""
     place = HEADER.size + first * (FRAME.size + page_size) - page_size - 8 if first else 24
-    before = np.frombuffer(os.pread(file, 8, place), np.uint32)[None, :]
+    before = np.frombuffer(read_at(file, 8, place), np.uint32)[None, :]
     states = np.concatenate((before, heads[:, 4:6])).byteswap()
     steps = page_size // 8 + 1
     step = np.array(_step(steps), np.uint32).reshape(2, 2)
@@ -81,7 +83,7 @@ def page_sums(pages: Words) -> Words:
 
 
 def _read(file: int, page_size: int) -> Log:
-    start = os.pread(file, HEADER.size, 0)
+    start = read_at(file, HEADER.size, 0)
     if len(start) < HEADER.size:
         return Log(damaged=True)
     magic, _, size, _, *rest = HEADER.unpack(start)
@@ -120,7 +122,7 @@ def _frames(file: int, page_size: int, order: str) -> Iterator[Frame]:
     """Yield page, page count, salts, checksum, and what the frame's own bytes add to the checksum."""
     size, place = FRAME.size + page_size, HEADER.size
     while True:
-        content = os.pread(file, AT_ONCE * size, place)
+        content = read_at(file, AT_ONCE * size, place)
         count = len(content) // size
         if not count:
             return

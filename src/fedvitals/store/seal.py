@@ -34,6 +34,7 @@ from fedvitals.store.checksums import (
     remember_sound,
 )
 from fedvitals.store.log_file import FRAME, HEADER, Log, Salts, frame_heads, page_in, read_log, sums_in
+from fedvitals.store.positions import read_at, write_at
 
 logger = logging.getLogger("fedvitals.store")
 
@@ -108,7 +109,7 @@ class Seal:
         if self._off:
             return
         with self._guarded():
-            start = os.pread(open_file(self._path), DATABASE_HEADER, 0)
+            start = read_at(open_file(self._path), DATABASE_HEADER, 0)
             page_size = page_size_in(start)
             self._log = read_log(log_of(self._path), page_size) or Log()
             self._inherited = self._log.salts if log_salts(self._path) else None
@@ -136,7 +137,7 @@ class Seal:
     def _count(self, page_size: int) -> None:
         """Find the last commit in the log: frames of another salt follow, or of a transaction that was undone."""
         file = self._log_file()
-        start = os.pread(file, HEADER.size, 0) if file is not None else b""
+        start = read_at(file, HEADER.size, 0) if file is not None else b""
         salts = HEADER.unpack(start)[4:6] if len(start) == HEADER.size else (0, 0)
         if salts != self._log.salts:
             self._log, self._frames = Log((salts[0], salts[1])), 0
@@ -151,11 +152,11 @@ class Seal:
         middle = low + self._last_commit - 1  # most are as long as the one before
         while low < high:
             middle = middle if low <= middle < high else (low + high) // 2
-            if os.pread(file, 8, HEADER.size + middle * size + 8) == own:
+            if read_at(file, 8, HEADER.size + middle * size + 8) == own:
                 low = middle = middle + 1
             else:
                 high, middle = middle, -1
-        while low > self._frames and not any(os.pread(file, 4, HEADER.size + (low - 1) * size + 4)):
+        while low > self._frames and not any(read_at(file, 4, HEADER.size + (low - 1) * size + 4)):
             low -= 1
         self._frames, self._last_commit = low, low - self._frames
 
@@ -228,7 +229,7 @@ class Seal:
             return
         with self._guarded():
             file = open_file(self._path)
-            start = os.pread(file, DATABASE_HEADER, 0)
+            start = read_at(file, DATABASE_HEADER, 0)
             # SQLite may count what lay behind the last page as pages, too, but its header does not.
             count = int.from_bytes(start[28:32], "big")
             if log_of(self._path).exists() or start[18] != 1 or count > len(self._sums.pages):
@@ -236,7 +237,7 @@ class Seal:
             sums = Sums(self._sums.page_size, change_counter(start), self._sums.pages[:count])
             end = count * sums.page_size
             os.ftruncate(file, end)
-            os.pwrite(file, sums.to_bytes(), end)
+            write_at(file, sums.to_bytes(), end)
             beside(self._path).unlink(missing_ok=True)
             if not self._damaged and not self.report.problems:
                 remember_sound(self._path)

@@ -69,12 +69,13 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "exception": ("block", "error", "trace", "span"),
     "monitor.error": ("doing", "exception"),
     "probe.abstains": ("doing",),
-    "client.failed": ("exception", "code", "phase", "round"),
+    "client.failed": ("exception", "errno", "code", "phase", "round"),
     "client.dropped_out": ("exception", "code", "phase", "round"),
-    "edge.failed": ("exception",),
-    "round.failed": ("exception",),
+    "edge.failed": ("exception", "errno"),
+    "round.failed": ("exception", "errno"),
     # Without means by class and single values, which are level 3, and checksums, by which data could be recognised.
-    "data": ("samples", "features", "looks", *DATA_SCALARS),
+    # What changed since the client last looked, it has found out by itself.
+    "data": ("samples", "features", "looks", "change", "moved", "classes_lost", *DATA_SCALARS),
 }
 # Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
 LEFT_OF_SPANS = (

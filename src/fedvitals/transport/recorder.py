@@ -58,4 +58,7 @@ class ScopeRecorder:
         """Emit an exception as an event."""
         kind = type(error).__name__
         trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
-        self.event(scope, "error", name, f"{kind}: {error}"[:1000], {"exception": kind, "traceback": trace})
+        data: dict[str, Any] = {"exception": kind, "traceback": trace}
+        if isinstance(error, OSError) and isinstance(error.errno, int):
+            data["errno"] = error.errno  # a class of errors finer than the exception's, and nobody's words
+        self.event(scope, "error", name, f"{kind}: {error}"[:1000], data)

@@ -55,10 +55,17 @@ def timed(name: str | None = None, **attributes: Any) -> Timed: ...
 
 
 def timed(name: str | Callable[..., Any] | None = None, **attributes: Any) -> Any:
-    """A context manager and decorator that measures its block; `attributes` are kept with the span.
+    """A context manager and decorator that measures its block.
 
-    A block that raises is noted in its span and as an Event «exception»; the exception goes on unchanged.
-    Outside any scope the time is only logged, at DEBUG.
+    A block that raises is noted in its span and as an Event «exception»; the exception goes on unchanged. Outside
+    any scope the time is only logged, at DEBUG.
+
+    Args:
+        name: The name of the span; of a decorated function its own by default.
+        attributes: Plain values that are kept with the span.
+
+    Returns:
+        The context manager, or the decorated function.
     """
     if callable(name):
         return Timed(None, attributes)(name)

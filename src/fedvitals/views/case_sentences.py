@@ -37,7 +37,10 @@ OF_CLIENTS = {
         "train as if with learning rates of their own",
     ),
     "FROZEN_LAYER": ("does not train {layer}", "do not train {layer}"),
-    "UNUSUAL_CLIENT": ("is unlike its peers, the cause is unclear", "are unlike their peers, the cause is unclear"),
+    "UNUSUAL_CLIENT": (
+        "is unlike the other clients, the cause is unclear",
+        "are unlike the other clients, the cause is unclear",
+    ),
     "NAN_WEIGHTS": ("has weights that are NaN or infinite", "have weights that are NaN or infinite"),
     "NAN_UPDATE": ("sends updates that are NaN or infinite", "send updates that are NaN or infinite"),
     "NAN_GRADIENT": ("has gradients that are NaN or infinite", "have gradients that are NaN or infinite"),

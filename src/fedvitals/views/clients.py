@@ -33,7 +33,7 @@ REMEMBERED = 8  # runs
 LOSSES = ("loss", "local.loss", "fit.loss_after", "fit.loss_before")
 TIMES = ("time.client_virtual", "time.client")
 FAR = 3.5  # robust deviations, from which a client is called different; see `diagnosis.evidence.outlier_ranking`
-WORST = "worst first: by its worst open finding, then by how far it lies from its peers"
+WORST = "worst first: by its worst open finding, then by how far it lies from the other clients"
 
 
 @dataclass(frozen=True, slots=True)

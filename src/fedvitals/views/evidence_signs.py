@@ -8,6 +8,7 @@ that was kept, the most telling vital sign of the issue is shown instead, and sa
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
@@ -210,6 +211,21 @@ def telling_signs(case: Case) -> list[Sign]:
 def last_resorts(case: Case) -> list[Sign]:
     """Return the signs of the issue's family, then those of any, for want of anything nearer."""
     return list(dict.fromkeys([*LAST_RESORT.get(case.issue_entry.family, ()), *LAST_RESORT["user"], Sign("steps")]))
+
+
+def metrics_behind(case: Case, names: Collection[str]) -> list[str]:
+    """Return those of some metrics that a case rests on: that its finding names, then that show such an issue best."""
+    signs = [*(sign for sign, _ in named_signs(case)), *telling_signs(case)]
+    plain = [sign.name for sign in signs if not sign.statistic and not sign.events and sign.name in names]
+    return list(dict.fromkeys(plain))
+
+
+def layer_statistic_behind(case: Case, families: Mapping[str, Collection[str]]) -> tuple[str, str] | None:
+    """Return the family and statistic of layers that a case of a layer rests on; None where that is another sign."""
+    if case.layer is None:
+        return None
+    signs = [*(sign for sign, _ in named_signs(case)), *telling_signs(case)]
+    return next(((s.name, s.statistic) for s in signs if s.statistic in families.get(s.name, ())), None)
 
 
 # What a sign is called on a plot, and its unit; others go by the catalogue's name.

@@ -308,7 +308,7 @@ def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
         compared_as=COMPARED[name][1] if name in COMPARED else "",
         value=value,
         usual=usual,
-        of=str(row.get("of") or ""),
+        of={"peers": "other clients"}.get(of := str(row.get("of") or ""), of),
         score=number_of(row.get("score")),
         raw_value=as_measured(name, value),
         raw_usual=as_measured(name, usual),

@@ -15,6 +15,7 @@ from fedvitals.records import Event, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import ValuesByRound, values_of_everybody
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.metric_titles import metric_title
 
 SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
 ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble
@@ -78,6 +79,7 @@ class Machine:
     extreme: float  # the largest; of what is free, the smallest
     node: str | None  # whose that is
     round: int
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,9 @@ def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
             continue
         every = _finite(values_of_everybody(reader, run, name))
         if every:
-            machine.append(Machine(name, unit_of(name), fmean(v for v, _, _ in every), *_extreme(name, every)))
+            machine.append(
+                Machine(name, unit_of(name), fmean(v for v, _, _ in every), *_extreme(name, every), metric_title(name))
+            )
     return tuple(machine)
 
 

@@ -14,6 +14,7 @@ from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, me
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import VITAL_SIGNS
 from fedvitals.views.cases import Brief, Marked, brief, case_key, cases_of, since_of
+from fedvitals.views.evidence_signs import layer_statistic_behind, metrics_behind
 from fedvitals.views.outline import OUTCOMES, FamilyKnown, Known, known_families, known_metric, outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
@@ -66,7 +67,9 @@ class Overview:
     first_round: int | None
     last_round: int | None
     signs: list[SignLine]
-    sign: str | None  # what the client heat map opens with
+    sign: str | None  # what the client heat map opens with: what the verdict's finding rests on, where clients have it
+    family: str | None  # of the layers' heat map, in the same way; None: the finding is about no layer
+    statistic: str | None
     learning: str | None  # whose cohort stands in the band of learning
     outcomes: list[str]  # signs of the federation itself that say how well it learns
     scale: str | None  # gradient scale: «scale.gsc», where it was measured
@@ -87,8 +90,15 @@ def overview(reader: Reader, run: str) -> Overview:
     # How many nodes told each of these signs, in a few rounds from all over the run.
     sampled = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
     counts = count_nodes_that_told(reader, run, [n for n in of_clients if n in {*FIRST_SIGHT, *LEARNING}], sampled)
+    verdict = judge(cases, facts)
+    families = [
+        family for family in known_families(reader, run) if FAMILIES[family.name].columns is not HISTOGRAM_COLUMNS
+    ]
+    worst = next((case for case in cases if case_key(case) == verdict.key), None)
+    behind = [] if worst is None else metrics_behind(worst, of_clients)
+    by_layer = None if worst is None else layer_statistic_behind(worst, {f.name: f.statistics for f in families})
     return Overview(
-        verdict=judge(cases, facts),
+        verdict=verdict,
         cases=lines[:LONGEST_LIST],
         total_cases=len(lines),
         muted=sum(line.muted for line in lines),
@@ -99,13 +109,13 @@ def overview(reader: Reader, run: str) -> Overview:
         signs=[
             copied(SignLine, known_metric(name), vital=name in VITAL_SIGNS) for name in sorted(of_clients, key=_order)
         ],
-        sign=_for_clients(counts, of_clients),
+        sign=behind[0] if behind else _for_clients(counts, of_clients),
+        family=None if by_layer is None else by_layer[0],
+        statistic=None if by_layer is None else by_layer[1],
         learning=_for_learning(counts, of_clients),
         outcomes=_outcomes(reader, run, names, outline.outcomes),
         scale="scale.gsc" if "scale.gsc" in names else None,
-        families=[
-            family for family in known_families(reader, run) if FAMILIES[family.name].columns is not HISTOGRAM_COLUMNS
-        ],
+        families=families,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
-from fedvitals.analysis.remedies import Remedy, remedies
+from fedvitals.analysis.remedies import LEAST, Remedy, by_worth, remedies
 from fedvitals.analysis.stragglers import Straggler, stragglers
 from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline, waiting_for
 from fedvitals.analysis.traffic import (
@@ -40,6 +40,8 @@ from fedvitals.views.machine import (
     throughput_of,
 )
 from fedvitals.views.run_figures import federation
+from fedvitals.views.timed_rounds import without_open_round
+from fedvitals.views.waiting import Waiting, waiting_of
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
@@ -74,10 +76,40 @@ class Profile:
     needed: tuple[BandwidthNeed, ...]  # for the pace of the median client, unless told
     needed_why: str | None  # why there is nothing in it
     target_seconds: float | None  # that were asked for
-    waited_for: Mapping[str, float]  # node → seconds that clients waited for it, all rounds together; the most first
+    waiting: Waiting  # for whom the rounds waited, and how long
     waits: Mapping[str, str]  # in the round that is shown: who waited for whom
     worked: float | None  # share of a round in which anybody worked, median; where clients are elsewhere and told of it
     left_open: int | None  # the round that a run which is still open had not finished; nothing of it is in here
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """What other settings would have given, and which of these are worth it."""
+
+    what_if: tuple[WhatIfRow, ...]
+    remedies: tuple[Remedy, ...]
+    latency: Mapping[str, float]  # seconds of each client's message that its size does not change, where known
+
+    @property
+    def worthwhile(self) -> list[WhatIfRow]:
+        """The rows that gain something, in the order of the remedies: what gains most for its price first."""
+        return [row for row in by_worth(self.what_if) if row.share >= LEAST]
+
+
+def gains_of(
+    run: Run,
+    clock: str,
+    times: Sequence[RoundTime],
+    paths: Sequence[CriticalPath],
+    transfers: Iterable[Transfer],
+) -> Gains:
+    """Compute what would have made these rounds shorter; the same for the terminal, the dashboard and the report."""
+    messages = list(transfers)
+    described = latency_of(run, times, messages) if clock == "virtual" else None
+    latency = latencies(messages) if described is None else described
+    rows = what_if(times, latency=latency, paths=paths)
+    verdict = judge(times, paths=paths)
+    return Gains(tuple(rows), tuple(remedies(verdict, rows)) if verdict else (), latency)
 
 
 def profile_of(
@@ -96,15 +128,14 @@ def profile_of(
     if clock is not None and clocks and clock not in clocks:
         raise ConfigError(f"The run {run} has no {clock} clock, only the {' and '.join(clocks)} one.")
     clock = clock or (main_clock(everything) if everything else "real")
-    times, left_open = _finished(rounds_of_clock(everything, clock), described)
+    times, left_open = without_open_round(rounds_of_clock(everything, clock), described)
     shown = _shown(times, round_index, run)
     paths = [critical_path(time) for time in times]
     verdict = judge(times, paths=paths)
-    latency = latency_of(described, times, transfers) if clock == "virtual" else None
-    rows = what_if(times, transfers=transfers, latency=latency, paths=paths)
+    gains = gains_of(described, clock, times, paths, transfers)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
     _, worked = reader.history(run).series("time.worked", None)
-    needs = _needed(times, traffic, target_seconds, latencies(transfers) if latency is None else latency)
+    needs = _needed(times, traffic, target_seconds, gains.latency)
     return Profile(
         run=described,
         clock=clock,
@@ -120,8 +151,8 @@ def profile_of(
         waterfall=shown,
         path=None if shown is None else paths[times.index(shown)],
         stragglers=tuple(stragglers(times, paths=paths)),
-        what_if=tuple(rows),
-        remedies=tuple(remedies(verdict, rows)) if verdict else (),
+        what_if=gains.what_if,
+        remedies=gains.remedies,
         throughput=throughput_of(reader, run, rounds_of_clock(everything, "real")),
         memory=memory_of(reader, run),
         machine=machine_of(reader, run),
@@ -131,34 +162,16 @@ def profile_of(
         needed=needs,
         needed_why=None if needs else _why_not_needed(traffic),
         target_seconds=target_seconds,
-        waited_for=waited_for(times, paths),
+        waiting=waiting_of(times, paths),
         waits={} if shown is None or _in_turns(paths[times.index(shown)]) else waiting_for(shown),
         worked=median(worked) if worked else None,
         left_open=left_open,
     )
 
 
-def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | None]:
-    """The rounds without the last one, where a run is open and that has no end; and that one's number."""
-    if run.finished is not None or not times or times[-1].complete:
-        return times, None
-    return times[:-1], times[-1].round
-
-
 def _in_turns(path: CriticalPath) -> bool:
     """Whether clients took turns: each then waits for all the others, before and after its own."""
     return path.shape.slots is not None
-
-
-def waited_for(times: Iterable[RoundTime], paths: Iterable[CriticalPath]) -> dict[str, float]:
-    """Return the seconds that clients waited for each node, the most first; of none where they take turns."""
-    waited: dict[str, float] = {}
-    for time, path in zip(times, paths, strict=True):
-        whom = {} if _in_turns(path) else waiting_for(time)
-        for client in time.clients:
-            if client.node in whom:
-                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
-    return dict(sorted(waited.items(), key=lambda item: -item[1]))
 
 
 def _why_not_needed(traffic: Traffic) -> str:

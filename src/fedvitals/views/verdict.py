@@ -33,6 +33,7 @@ from fedvitals.views.labels import labels_of, named
 from fedvitals.views.model_damage import ORIGINS, damage_by
 from fedvitals.views.outline import Outline, outline_of
 from fedvitals.views.units import number, percent
+from fedvitals.views.waiting import Waiting, waiting_in
 
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
 
@@ -40,6 +41,7 @@ State = Literal["ill", "watch", "healthy", "warming", "unjudged"]
 WARM = 3  # rounds, before which nobody can be told from the others
 ALARMS = 1.0  # per 100 healthy rounds, of a run that does not say what it allows
 LOOK_BACK = 20  # rounds in which clients' numbers of samples are looked for
+SLOW = ("STRAGGLER", "TIMEOUT")  # issues whose verdict says how long rounds waited
 HELPED = ("applied", "trial", "undone")  # what an action has come to, of which there is something to tell
 
 
@@ -57,6 +59,8 @@ class Verdict:
     issue: str | None = None
     key: str | None = None  # of the worst case
     levels: tuple[CauseLevel, ...] = ()  # of the worst case: something is wrong, of which family, the exact cause
+    why: str = ""  # what was seen, in a sentence: the message of the worst case's newest finding
+    next_step: str = ""  # what to do first
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Facts:
     samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
     actions: Sequence[Action] = ()
     labels: Mapping[str, str] = field(default_factory=dict)  # of nodes; see `views.labels`
+    waiting: Waiting = field(default_factory=Waiting)  # for whom rounds waited; read where somebody is said to be slow
     gaps: tuple[str, ...] = ()  # why it was not fully examined; see `diagnosis.gaps`
     examined: Examined | None = None  # what was looked at; None: not recorded
 
@@ -154,7 +159,12 @@ def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[
     next_worst = _worst_of(others) if others else []
     headline = f"{damage}: {origin}.{f' {_also(next_worst, facts.labels)}.' if next_worst else ''}"
     stands = _accuracy_lost(facts, None if damage is None else damage.since) or _how_it_stands(facts)
-    return _verdict("ill", headline, _detail(stands, same, [*same, *next_worst], cases, facts), worst, since)
+    detail = _detail(stands, same, [*same, *next_worst], cases, facts)
+    verdict = _verdict("ill", headline, detail, worst, since)
+    if damage is None or damage.since is None or not who:
+        return verdict
+    model = f"Go back to the model from before round {damage.since}" if damage.since > 0 else "Start again"
+    return replace(verdict, next_step=f"{model} and leave {who} out; nothing trained since can be used.")
 
 
 def _worst_of(chosen: Sequence[Case], alike: Sequence[Case] | None = None) -> list[Case]:
@@ -198,7 +208,7 @@ def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], case
     """Return what goes with the headline: how good the model is, who holds which data, what was done, what else is."""
     return _sentences(
         stands,
-        _share_of_data(same, facts),
+        _how_long_it_was_waited_for(same, facts) or _share_of_data(same, facts),
         _what_was_done(same, facts),
         _others(named_cases, cases, facts),
         incomplete(facts.gaps).rstrip(".") if facts.gaps else "",
@@ -206,6 +216,8 @@ def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], case
 
 
 def _verdict(state: State, headline: str, detail: str, worst: Case, since: int | None) -> Verdict:
+    why = shortened(worst.newest.message)
+    remedies = worst.issue_entry.remedies
     return Verdict(
         state,
         headline,
@@ -217,6 +229,8 @@ def _verdict(state: State, headline: str, detail: str, worst: Case, since: int |
         issue=worst.issue,
         key=case_key(worst),
         levels=levels_of(worst),
+        why="" if why.rstrip(".") in headline else why,
+        next_step=remedies[0] if remedies and state == "ill" else "",
     )
 
 
@@ -289,6 +303,12 @@ def _share_of_data(same: Sequence[Case], facts: Facts) -> str:
     return f"{who} {held} {share} of the data"
 
 
+def _how_long_it_was_waited_for(same: Sequence[Case], facts: Facts) -> str:
+    if same[0].issue not in SLOW:
+        return ""
+    return facts.waiting.for_clients({name for case in same for name in culprits(case)}, facts.labels)
+
+
 def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
     """Only what an action says of itself: nobody knows how the run would have gone without."""
     done = [action for case in same for action in actions_about(case, facts.actions) if action.status in HELPED]
@@ -344,6 +364,7 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
         samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
         actions=[] if cases == [] else queries.records(reader, run, Action),
         labels=labels_of(reader, run),
+        waiting=waiting_in(reader, run) if any(case.issue in SLOW for case in cases or ()) else Waiting(),
     )
 
 

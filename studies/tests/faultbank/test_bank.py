@@ -17,7 +17,7 @@ from fedvitals.errors import ConfigError
 from fedvitals_studies.faultbank import examine as faultbank_examine
 from fedvitals_studies.faultbank import outcome as faultbank_outcome
 from fedvitals_studies.faultbank import pool
-from fedvitals_studies.faultbank.bank import without_absent
+from fedvitals_studies.faultbank.bank import How, take, without_absent
 from fedvitals_studies.faultbank.cases import read_bank
 from fedvitals_studies.faultbank.lying import lying
 from fedvitals_studies.faultbank.outcome import alarm_of, outcome_of, planted, stated, suspects_of
@@ -264,7 +264,7 @@ def test_an_examination_is_kept_until_its_makers_change(bank, runs, tmp_path, mo
     ]  # fmt: skip
     assert examine() == first
     assert told == []
-    monkeypatch.setattr(faultbank_examine, "sources", lambda: "changed")
+    monkeypatch.setattr(faultbank_examine, "sources", lambda *_: "changed")
     assert len(examine()) == 3
     assert len(told) == 2
 
@@ -436,3 +436,29 @@ def test_the_quick_bank(capsys, tmp_path):
     ours = {row["method"]: row for row in facts["methods"]}["fedvitals"]
     assert ours["f1"] > 0.6
     assert ours["alarms"] <= 1.5
+
+
+BROUGHT = """
+import fedvitals as fv
+
+def accuse_c2(history, round_index):
+    if round_index >= 2:
+        yield fv.Finding(fv.Where("", round_index, "c2"), 0.0, "LABEL_NOISE", "warning", 0.9, "It is always c2.")
+"""
+
+
+def test_detector_that_a_user_brings_is_judged_beside_ours_and_again_when_it_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_accuser.py").write_text(BROUGHT, encoding="utf-8")
+    bank = read_bank(in_file(tmp_path, WRITTEN))
+    how = How(detectors=("my_accuser:accuse_c2",))
+    taken = take(bank, tmp_path / "out", None, how, lambda *_: lambda *_: None)
+    rows = {row.name: row.figures for row in taken.summary.methods}
+    assert rows["my_accuser:accuse_c2"]["recall"].value == 1.0  # c2 is the culprit
+    assert rows["my_accuser:accuse_c2"]["alarms"].value > 0  # and is accused in the clean twin, too
+    assert "fedvitals" in rows
+    with pytest.raises(ConfigError, match="There is no detector my_accuser:accuse_c9"):
+        take(bank, tmp_path / "out", None, How(detectors=("my_accuser:accuse_c9",)), lambda *_: lambda *_: None)
+    plain, brought = (faultbank_examine.sources.__wrapped__(names) for names in ((), how.detectors))
+    (tmp_path / "my_accuser.py").write_text(BROUGHT + "# changed\n", encoding="utf-8")
+    assert len({plain, brought, faultbank_examine.sources.__wrapped__(how.detectors)}) == 3

@@ -205,6 +205,16 @@ def test_a_bank_is_packed_with_all_that_it_needs(bank, tmp_path, capsys):
     assert json.loads((inside / "manifest.json").read_text(encoding="utf-8"))["entry"] == faultbank_pack.ENTRY
 
 
+def test_what_was_seen_before_is_done_last_and_small_models_train_on_the_cpu(tmp_path):
+    bank = read_bank("attacks")
+    longest = remote_run.pairs_of(bank, tmp_path, "mixed")
+    seen = {case.name for pair in longest[:3] for case in pair.cases}
+    pairs = remote_run.pairs_of(bank, tmp_path, "mixed", seen=seen)
+    assert pairs == [*longest[3:], *longest[:3]]
+    devices = {type(pair.cases[0].experiment.model).__name__: pair.device for pair in pairs}
+    assert devices == {"MLP": "cpu", "CNN": "cuda"}
+
+
 def test_the_few_samples_that_cases_use_are_the_same_in_the_pack(tmp_path):
     chance = np.random.default_rng(0)
 

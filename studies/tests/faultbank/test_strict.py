@@ -5,11 +5,12 @@ import json
 
 import pytest
 
+from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals_studies.faultbank.accepted import ATTACKS, DATA_FAULTS, FAMILY_OF, family_of_cause, nature_of
 from fedvitals_studies.faultbank.figures import FIGURES
-from fedvitals_studies.faultbank.outcome_lines import write_outcomes
+from fedvitals_studies.faultbank.outcome_lines import read_cases, write_outcomes
 from fedvitals_studies.faultbank.report import summarise
 from fedvitals_studies.faultbank.score import Alarm, Outcome, Planted, judge
 from fedvitals_studies.faultbank.strict import macro_f1
@@ -166,6 +167,36 @@ def test_the_bank_of_attacks_has_bars_of_its_own():
     assert bars["backdoors that succeed in 50 % or more: benign client-rounds accused"].obtained.value == 0
     assert bars["ByzFL's attacks, untuned, F1 by issue and node"].obtained.value == 1
     assert bars["F1 by issue and node, wrong names counted, all targets"].verdict == "not measured"
+
+
+def test_attackers_are_shown_by_method():
+    where = {"bank": "attacks", "partition": "dirichlet 0.5"}
+    both = {"fedvitals": [alarm(5, "BYZANTINE")], "AlignIns": []}
+    runs = [
+        outcome(faults=[DOOR], attack=0.8, methods=both, **where),
+        outcome(faults=[DOOR], attack=0.2, methods=both, **where),
+        outcome(faults=[SIGN], methods=both, **where),
+        outcome(methods={"fedvitals": [], "AlignIns": []}, **where),
+    ]
+    rows = {row.name: (row.runs, row.figures["culprit_recall"].value) for row in summarise(runs).attackers}
+    assert rows == {
+        "backdoors that succeed: fedvitals": (1, 1), "backdoors that succeed: AlignIns": (1, 0),
+        "ByzFL's attacks: fedvitals": (2, 1), "ByzFL's attacks: AlignIns": (2, 0),
+    }  # fmt: skip
+    assert summarise([outcome(faults=[SIGN])]).attackers == []
+
+
+def test_runs_that_were_examined_before_are_reported_apart(tmp_path):
+    before = [outcome(faults=[NOISE], case="old"), outcome(faults=[NOISE], case="old/lying", lying=True)]
+    seen = read_cases(write_outcomes(before, tmp_path))
+    runs = [outcome(alarm(5), faults=[NOISE], case="new"), *before]
+    first, second = summarise(runs, seen=seen).looks.items()
+    assert (first[0], first[1][0].obtained.value) == ("first look, 1 runs", 1)
+    assert (second[0], second[1][0].obtained.value) == ("second look, 1 runs", 0)
+    assert summarise(runs).looks == {}
+    (tmp_path / "junk").write_text("junk", encoding="utf-8")
+    with pytest.raises(ConfigError, match="outcomes"):
+        read_cases(tmp_path / "junk")
 
 
 def test_every_run_is_kept_as_a_line(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The replay page in a real browser: scrubbed with keys and mouse, opened by an address or from a finding, hostile."""
 
+import re
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -24,6 +25,7 @@ def site(tmp_path_factory):
     suspect = (Suspect(EVIL, 0.9, EVIL),)
     stored(store, Finding(Where("evil", 2), 1.0, "BYZANTINE", "critical", 0.9, EVIL, {"since": 1}, suspect))
     stored(store, Run(id="bare", name="bare", host="torch"))
+    written(store, "many", [f"c{i}" for i in range(200)])
     with serve(store) as url:
         yield url, run
 
@@ -56,16 +58,48 @@ def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     ready(page, f"{url}/runs/{run}/replay?round={LAST}&node={NOISY}", "replay")
     page.get_by_role("heading", name=f"{NOISY} against the other clients").wait_for()
     assert f"goto {LAST}; into {NOISY}" in page.locator("main").inner_text()
-    page.locator("#whatif .said", has_text="bit by bit").wait_for()
-    page.get_by_label(f"What if without {NOISY}").check()
-    page.wait_for_url(f"**drop={NOISY}")
     page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have gone").wait_for()
+    page.get_by_label(f"What if without {NOISY}").uncheck()
+    page.wait_for_url("**keep=all")
+    page.locator("#whatif .said", has_text="bit by bit").wait_for()
+    page.get_by_role("button", name="leave out suspects").click()
+    page.wait_for_url(f"**drop={NOISY}")
     page.get_by_label("aggregation").select_option("median")
     page.locator("#whatif .said", has_text="by median").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("link", name=f"← round {LAST - 1}").click()
     page.locator("#whatif .said", has_text="That cannot be told at once").wait_for()
     assert f"goto {LAST - 1}; whatif drop {NOISY} and aggregator median" in page.locator("#whatif").inner_text()
+
+
+def test_suspects_are_marked_and_left_out_and_the_accuracy_without_them_is_told(site, page):
+    """Table and what-if are on the first screen, side by side; the number has its error."""
+    url, run = site
+    page.set_viewport_size({"width": 1440, "height": 900})
+    ready(page, f"{url}/runs/{run}/replay?round={LAST}", "replay")
+    told = page.locator("#whatif .predicted")
+    told.wait_for()
+    assert page.locator("tr", has_text="▲ suspect").count() == 1
+    assert page.get_by_label(f"What if without {NOISY}").is_checked()
+    words = re.search(r"([\d.]+)\s%\s± ([\d.]+) points accuracy .* instead of ([\d.]+)\s%", told.inner_text())
+    assert words, told.inner_text()
+    predicted, error, recorded = map(float, words.groups())
+    assert 0 < error < 5
+    assert abs(predicted - recorded) < 50
+    table, what_if = (page.locator(which).bounding_box() for which in (".cohort", "#whatif"))
+    assert table["x"] + table["width"] <= what_if["x"] + 1
+    assert told.bounding_box()["y"] < 600
+
+
+def test_two_hundred_clients_take_no_more_room_than_a_screen(site, page):
+    url, _ = site
+    page.set_viewport_size({"width": 1440, "height": 900})
+    ready(page, f"{url}/runs/many/replay", "replay")
+    page.get_by_text("clients 1 to 50 of 200").wait_for()
+    assert page.locator(".cohort").bounding_box()["height"] < 900
+    assert page.locator(".cohort .scroll-x").evaluate("box => box.scrollHeight > box.clientHeight")
+    page.get_by_role("button", name="next", exact=True).click()
+    page.get_by_text("clients 51 to 100 of 200").wait_for()
 
 
 def test_replay_this_opens_the_round_and_the_suspect(site, page):

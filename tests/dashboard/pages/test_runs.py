@@ -190,7 +190,7 @@ def test_running_ones_move_and_nothing_else_does(home, page, store):
     sink = open_store(store)
     sink.write([Metric(Where("c-now", 4), time.time(), "accuracy", 0.123, "later", 0)])
     expect(row(page, "goes on").locator(".progress-cell")).to_contain_text("5/10")
-    assert "0.123" in row(page, "goes on").inner_text()
+    assert "12.3" in row(page, "goes on").inner_text()
     assert page.evaluate("document.activeElement.textContent") == "goes on"
     assert page.locator("tbody input:checked").count() == 1
     new = course("z-new", "just begun", started=time.time() + 1200, finished=None)

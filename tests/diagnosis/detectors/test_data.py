@@ -47,3 +47,19 @@ def test_nothing_is_said_of_healthy_data():
 
 def test_another_scale_is_found_where_only_scalars_may_leave_a_client():
     assert ("INPUT_SCALE", "c3", 0) in findings("stacked", FAULTS["INPUT_SCALE"], privacy=2)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "reuse"])
+@pytest.mark.parametrize(
+    ("issue", "fault"),
+    [
+        ("LABEL_FLIP", FAULTS["LABEL_FLIP"]),
+        ("INPUT_NOISE", FAULTS["INPUT_NOISE"]),
+        ("MISSING_CLASSES", '{kind = "missing_classes", nodes = ["c3"], missing = [4], since = 2}'),
+        ("DISK_FULL", '{kind = "disk_full", nodes = ["c3"], since = 2}'),
+    ],
+)
+def test_what_changed_is_found_where_only_scalars_may_leave_a_client(engine, issue, fault):
+    told = findings(engine, fault, privacy=2)
+    assert told[0] == (issue, "c3", 2)
+    assert {(name, node) for name, node, _ in told} == {(issue, "c3")}

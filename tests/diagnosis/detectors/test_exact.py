@@ -161,3 +161,39 @@ def test_the_previous_update_sent_again_is_recognised_by_its_direction_alone():
     findings = findings_by(store.history("r"), DETECTORS)
     assert [(f.issue, f.where.node, f.where.round) for f in findings] == [("STALE_UPDATE", "c2", 2)]
     assert "its update of the round before" in findings[0].message
+
+
+NOISY = {"privacy": lab.client_dp(clip=1.0, noise=0.003)}  # of which telemetry cannot tell who sent what it trained
+
+
+def test_the_others_turned_round_are_nobodys_copy():
+    pair = {"nodes": ["c2", "c5"], "since": ONSET}
+    assert names_of(watched(lab.inner_product(**pair), clients=8, **NOISY)) == {
+        ("BYZANTINE", "c2"),
+        ("BYZANTINE", "c5"),
+    }
+
+
+def test_inverted_labels_of_two_classes_are_no_manipulation():
+    """A linear model of two classes trains the others' update turned round: its client reports to have trained it."""
+    history = watched(
+        lab.label_noise(rate=1.0, **ILL),
+        dataset=lab.tabular("breast_cancer"),
+        model="logistic",
+        clients=6,
+        local=lab.Local(iterations=10),
+        seed=3,
+    )
+    assert not [f for f in findings_by(history, DETECTORS) if f.severity != "note"]
+    names = names_of(history)
+    assert {node for _, node in names} == {"c3"}
+    assert "BYZANTINE" not in {issue for issue, _ in names}
+
+
+def test_a_crowd_shows_itself_pair_by_pair():
+    """Of four colluding clients, two or three take part in a round: none of them is the original of the others."""
+    band = ["c1", "c4", "c6", "c9"]
+    fault = lab.little_is_enough(nodes=band, deviations=1.5)
+    history = watched(fault, clients=12, participation=0.5, rounds=14, **NOISY)
+    colluding = {node for number in range(14) for node, r in exact_relations(history, number).items() if r.others}
+    assert colluding == {*band}

@@ -104,6 +104,27 @@ def test_logistic_regression_may_begin_at_zero():
     assert issues(lab_history(model="logistic")) == set()
 
 
+class Unmeasured:
+    """A history without the gradient scale."""
+
+    def __init__(self, history):
+        self._history = history
+
+    def __getattr__(self, name):
+        return getattr(self._history, name)
+
+    def latest(self, name, round_index):
+        return {} if name.startswith("scale.") else self._history.latest(name, round_index)
+
+
+def test_an_explosion_names_the_gradient_scale_only_where_it_was_measured():
+    history = lab_history(model=MLP, faults=[lab.exploding_initialisation(factor=10.0)])
+    (found,) = exploding(history, 0)
+    assert "The gradient scale (GSC) is " in found.message
+    (found,) = exploding(Unmeasured(history), 0)
+    assert "gradient scale" not in found.message
+
+
 def test_gradients_that_jump_inside_a_round():
     def norms(jumping, loss):
         values = {f"c{i}": [1.0, 1.1, 0.9, 1.0, 40.0 if i < jumping else 1.0] for i in range(10)}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvitals.diagnosis.evidence.changed_data import change_of_data
+from fedvitals.data_change import change_of_data
 from fedvitals.diagnosis.evidence.compared_data import compare_data
 from fedvitals.diagnosis.evidence.described_data import DataSketches, read_sketch
 from fedvitals.diagnosis.evidence.suspect_data import _kind_of
@@ -142,15 +142,15 @@ def test_data_that_are_restored_are_well_again():
     well, wrong = client(0), flip(*client(0))
     sketches.update([event(*well)])
     sketches.update([event(*well), event(*wrong, round_index=4, looks=3)])
-    assert change_of_data(sketches.reference["c0"], sketches.newest["c0"]) is not None
+    assert sketches.change("c0").kind == "label_flip"
     sketches.update([event(*well, round_index=8, looks=3)])
-    assert "c0" not in sketches.reference
+    assert sketches.change("c0") is None
 
 
 def test_data_that_differ_at_each_look_are_not_compared_with_their_past():
     sketches = DataSketches()
     sketches.update([event(*client(0)), event(*flip(*client(0)), round_index=1, looks=0)])
-    assert not sketches.reference
+    assert sketches.change("c0") is None
 
 
 # -- hostile ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fedvitals.records import Event, Where
 ROUNDS, ONSET = 24, 12
 
 
-def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rounds=ROUNDS, events=()):
+def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rounds=ROUNDS, events=(), more=None):
     """Losses that fall, of clients whose data are of different difficulty, as {(metric, node): series}."""
     chance = np.random.default_rng(seed)
     difficulty = chance.normal(0, 0.4, clients)
@@ -27,7 +27,7 @@ def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rou
             series.append(float(loss) if (number + i) % every == 0 else None)
         values["fit.loss_before", f"c{i}"] = series
         values["steps", f"c{i}"] = [4.0] * rounds
-    return history_of(values, events)
+    return history_of({**values, **(more or {})}, events)
 
 
 def named(history, detector=changed_losses, rounds=ROUNDS):
@@ -43,6 +43,14 @@ def test_a_client_whose_loss_rises_for_good_is_found_among_any_number(clients):
         first = named(history)["c1"]
         assert ONSET <= first.where.round <= ONSET + 5
         assert abs(first.evidence["since"] - ONSET) <= 1
+
+
+def test_a_client_with_other_texts_than_before_has_no_wrong_labels():
+    """The targets of a text are its own tokens: a change is worth a note, and nobody's labels are wrong."""
+    tokens = {("tokens", f"c{i}"): [100.0] * ROUNDS for i in range(5)}
+    found = named(losses_of(0, 5, culprit="c1", more=tokens))["c1"]
+    assert (found.issue, found.severity) == ("UNUSUAL_CLIENT", "note")
+    assert "texts" in found.message
 
 
 @pytest.mark.parametrize("clients", [2, 3, 5, 12])

@@ -61,3 +61,41 @@ def test_they_are_those_of_the_slow_twin(same_layers: bool) -> None:
         assert list(mostly.items()) == list(one_after_the_other(history).items())
         seen |= set(mostly.values())
     assert seen == {True, False}
+
+
+class Sizes:
+    """A history of sizes alone: what six clients trained, and what arrived, which differs for the first `differing`."""
+
+    def __init__(self, differing: list[int]) -> None:
+        self.differing = differing
+
+    def rounds(self) -> list[int]:
+        return [*range(len(self.differing))]
+
+    def events(self, name: str) -> list[object]:
+        return []
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        return ()
+
+    def across(self, family: str, statistics: tuple[str, ...], round_index: int) -> tuple[list[str], np.ndarray]:
+        return [], np.empty((0, 0, len(statistics)))
+
+    def latest(self, name: str, round_index: int) -> dict[str, float]:
+        change = 1.05 if name == "update.norm" else 1.0
+        known = name in ("update.norm", "weight.drift")
+        return {f"c{i}": change if i < self.differing[round_index] else 1.0 for i in range(6)} if known else {}
+
+
+@pytest.mark.parametrize(
+    ("differing", "transformed"),
+    [
+        ([6] * 8 + [2] * 3, True),  # converged: it shows with two clients only
+        ([6] * 2 + [2] * 3, False),  # too short to know
+        ([0] * 8 + [6] * 3 + [2], False),  # not most of the rounds
+        ([2] * 11, False),  # a minority, however long
+    ],
+)
+def test_what_most_rounds_showed_still_holds(differing: list[int], transformed: bool) -> None:
+    history = Sizes(differing)
+    assert (transformed_updates.transformation(history, len(differing) - 1) is not None) == transformed

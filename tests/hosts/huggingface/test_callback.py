@@ -45,6 +45,18 @@ def test_a_training_of_its_own(tmp_path):
     assert current.get() is None
 
 
+def test_held_back_texts_are_measured_after_each_round_and_change_no_bits(tmp_path):
+    sink, loader = MemorySink(), torch.utils.data.DataLoader(texts(2), 8)
+    trainer = tune(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True, held_back=loader)])
+    losses = [m.value for m in sink.metrics("held_back.loss")]
+    assert len(losses) == 2
+    with torch.no_grad():
+        batches = [trainer.model.eval()(**batch).loss for batch in loader]
+    assert losses[-1] == pytest.approx(float(sum(batches)) / len(batches), rel=1e-5)
+    plain = tune(tmp_path, [])
+    assert all(map(torch.equal, weights(trainer.model), weights(plain.model)))
+
+
 CASES = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.01},

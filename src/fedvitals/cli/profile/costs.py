@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
-from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, percent, shares_of
+from fedvitals.cli.bars import RUNS, in_lines, percent, shares_of
 from fedvitals.cli.screen import APART, new_table, number, seconds, shown, shown_node, size, with_unit
 from fedvitals.views.machine import ROOM, Memory
 from fedvitals.views.profile import Profile
@@ -24,9 +24,7 @@ MEMORY = {
     "memory.tensors": "a step's tensors",
     "memory.limit": "there is",
 }
-TENSORS = {
-    "model": BLUE, "buffers": GREEN, "gradients": SKY, "optimizer": ORANGE, "activations": PINK, "telemetry": GREY,
-}  # fmt: skip
+TENSORS = dict(zip(("model", "buffers", "gradients", "optimizer", "activations", "telemetry"), RUNS, strict=False))
 GROWS = ("memory.resident", "memory.cuda_allocated", "memory.cuda_reserved")
 WIDTH = 24  # cells of a history
 

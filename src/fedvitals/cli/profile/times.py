@@ -9,16 +9,16 @@ from typing import Any
 from rich.text import Text
 
 from fedvitals.analysis.critical_path import PathLink
+from fedvitals.analysis.remedies import LEAST, by_worth
+from fedvitals.analysis.stragglers import costly
 from fedvitals.analysis.timeline import NodeTime
-from fedvitals.cli.bars import BLUE, GREY, KINDS, along, in_lines, percent, percents, stacked, strip
+from fedvitals.cli.bars import GREY, KINDS, RUNS, along, in_lines, percent, percents, stacked, strip
 from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, sparkline
 from fedvitals.views.profile import Profile
 
 NODES = 20  # lines of the waterfall, unless --all
 UNEXPLAINED = 0.02  # of a node's round, from which it is told that no part explains it
-LEAST = 0.02  # of a round: a smaller gain is not worth a line
 OURS = 0.03  # of the critical path, from which it is told that measuring is in it
-COSTLY = 0.01  # of all rounds' time: who cost less is no straggler worth a line
 MOST_WAITS = 4  # that a waterfall names
 
 
@@ -78,10 +78,8 @@ def _bars(console: Any, profile: Profile) -> None:
         for line in in_lines(f"  {title:8}", percents(parts), console.width):
             console.print(line)
     console.print("  [dim]rounds: along the critical path; clients: all of their time, waiting included[/dim]")
-    waited = sum(profile.waited_for.values())
-    if waited > UNEXPLAINED * sum(profile.client_parts.values()):
-        shares = [f"{shown_node(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
-        console.print(f"  [dim]clients waited {seconds(waited)} in all, for {', '.join(shares)}[/dim]")
+    if waited := profile.waiting.in_words():
+        console.print(f"  [dim]{shown(waited)}.[/dim]")
     if profile.unaccounted is not None and profile.unaccounted > UNEXPLAINED:
         share = percent(profile.unaccounted)
         console.print(
@@ -189,14 +187,13 @@ def _kept(nodes: list[NodeTime], on_path: set[str], most: int) -> list[NodeTime]
 def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
     if all(len(time.clients) < 2 for time in profile.times):
         return  # who is alone holds up nobody
-    whole = sum(time.seconds for time in profile.times)
-    costly = [straggler for straggler in profile.stragglers if rows is None or straggler.seconds_lost >= COSTLY * whole]
-    if not costly:
+    listed = profile.stragglers if rows is None else costly(profile.stragglers, profile.times)[:rows]
+    if not listed:
         return
     console.print("[bold]Stragglers[/bold], who determined rounds and cost time")
     titles = ("", ">rounds", ">lost", ">typical", ">others", "by", "its seconds, over the rounds")
     table = new_table(*titles, padding=APART, no_wrap=True)
-    for straggler in costly[:rows]:
+    for straggler in listed:
         table.add_row(
             shown_node(straggler.node),
             f"{straggler.determined} of {straggler.rounds}",
@@ -207,16 +204,18 @@ def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
             sparkline([turn.seconds for turn in straggler.history], 24),
         )
     console.print(table)
-    left = len(profile.stragglers) - len(costly[:rows])
+    left = len(profile.stragglers) - len(listed)
     if left:
         console.print(f"[dim]and {left} more: --all[/dim]")
     console.print()
 
 
 def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
-    """What applies to what the run is bound by, the largest gain first, with its price."""
+    """What applies to what the run is bound by, what gains most for its price first."""
     if not profile.remedies:
-        console.print(f"[bold]What would help[/bold]  nothing that was computed gains {percent(LEAST)} of a round.\n")
+        console.print(
+            f"[bold]What would help[/bold]  nothing that keeps most of the data gains {percent(LEAST)} of a round.\n"
+        )
         return
     console.print("[bold]What would help[/bold], computed from these times")
     table = new_table(padding=APART)
@@ -235,8 +234,8 @@ def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _what_if(console: Any, profile: Profile, rows: int | None) -> None:
-    """The table of what would have been: mean seconds of a round, as bars; the shortest first."""
-    better = sorted((row for row in profile.what_if if row.share >= LEAST), key=lambda row: row.after)
+    """The table of what would have been: mean seconds of a round, as bars; what gains most for its price first."""
+    better = [row for row in by_worth(profile.what_if) if row.share >= LEAST]
     if not better:
         return
     listed = better if rows is None else better[: rows + 2]
@@ -244,7 +243,7 @@ def _what_if(console: Any, profile: Profile, rows: int | None) -> None:
     names = min(max(len(row.name) for row in listed), console.width // 2)
     width = max(10, console.width - names - 14)
     console.print("[bold]What if[/bold]  mean seconds of a round")
-    for name, lasted, colour in [("as it was", longest, GREY), *((row.name, row.after, BLUE) for row in listed)]:
+    for name, lasted, colour in [("as it was", longest, GREY), *((row.name, row.after, RUNS[0]) for row in listed)]:
         bar = "█" * max(1, round(width * lasted / longest)) if longest > 0 else ""
         title = name if len(name) <= names else f"{name[: names - 1]}…"
         console.print(f"  {shown(title):{names}} {seconds(lasted):>8} [{colour}]{bar}[/]", no_wrap=True)

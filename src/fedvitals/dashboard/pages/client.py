@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,7 +31,9 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.spans import spans_of_node
 from fedvitals.time_parts import REST
 from fedvitals.views.cases import Brief, brief, cases_of, concerns, marked, traceback_of
+from fedvitals.views.cause_levels import CauseLevel
 from fedvitals.views.clients import FAR, ClientRow
+from fedvitals.views.evidence_signs import metrics_behind
 from fedvitals.views.labels import named
 from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.profile import ORDER
@@ -48,7 +50,8 @@ FACTS = (
     "fit.loss_after", "fit.loss_p90", "fit.accuracy_before", "fit.accuracy_after", "fit.confusion",
     "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "train.loss_first", "train.loss_last",
     "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "optimizer.learning_rate",
-    "optimizer.momentum", "optimizer.weight_decay", "batch.size", "throughput.samples", "update.staleness",
+    "optimizer.momentum", "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max",
+    "data.missing", "data.constant", "data.duplicates", "data.length", "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
     "memory.growth",
 )  # fmt: skip
@@ -99,6 +102,9 @@ class ClientVerdict:
     headline: str
     detail: str
     key: str | None = None  # of its worst case
+    levels: tuple[CauseLevel, ...] = ()  # of that case: something is wrong, of which family, the exact cause
+    why: str = ""  # what was seen
+    next_step: str = ""  # what to do first
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> Clien
     name, detail = named(row.name, facts.labels), _detail(row, facts)
     own = judge(cases, facts) if cases else None
     if own is not None and own.state in ("ill", "watch"):
-        return ClientVerdict("ill" if own.state == "ill" else "watch", own.headline, detail, own.key)
+        return copied(ClientVerdict, own, detail=detail)
     if not facts.detectors and not cases:
         return ClientVerdict("unjudged", f"Not judged: no detector looked at the run of {name}.", detail)
     if row.attended < WARM:
@@ -265,6 +271,7 @@ SIGNS = (
     "gradient.norm_max", "scale.gsc", "update.norm", "update.cosine_mean", "update.cosine_previous", "weight.drift",
     "weight.update_ratio", "time.client_virtual", "time.client", "traffic.sent", "traffic.received", "memory.resident",
 )  # fmt: skip
+BEHIND = 3  # signs that a finding rests on
 OWN = 8  # metrics of the user's own
 FLOOR = 0.05  # of the median: spread that peers always have, so that rounding does not become a deviation
 
@@ -279,16 +286,21 @@ class ClientSign:
     round: int | None
     z: float | None  # σ from the other clients' median; None: too few peers, or not finite
     odd: bool  # the newest value is NaN or infinite
+    evidence: bool  # its worst finding rests on it
 
 
 def client_signs(
     reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
 ) -> list[ClientSign]:
-    """Return every sign that the client told, the most deviating first."""
-    own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
+    """Return the signs that the client told: what its worst finding rests on, then the most deviating first."""
+    names = queries.metric_names(reader, run)
+    own = [name for name in names if name.startswith("user.")][:OWN]
+    case = next((case for case in cases_of(reader, run) if concerns(case, node) and case.still_there), None)
+    behind = [] if case is None else metrics_behind(case, names)[:BEHIND]
     asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
-    signs = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
-    return sorted(signs, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
+    signs = [sign for name in dict.fromkeys((*behind, *SIGNS, *own)) if (sign := _sign(asked, name))]
+    signs = [replace(sign, evidence=sign.series.name in behind) for sign in signs]
+    return sorted(signs, key=lambda sign: (not sign.evidence, not sign.odd, -abs(sign.z or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +327,7 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
     value = cohort.get(reader.names.number(node) or 0, math.nan)
     middle, z = deviation(value, cohort)
     odd = newest in line.odd
-    return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd)
+    return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd, evidence=False)
 
 
 def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:

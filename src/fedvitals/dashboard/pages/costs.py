@@ -21,6 +21,7 @@ from fedvitals.store.read.transfers import bytes_by_kind
 from fedvitals.views.cohort import Matrix, Reals, buckets
 from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Numbers, json_numbers
 from fedvitals.views.traffic_counts import traffic_total
 
@@ -40,6 +41,7 @@ class MemoryPeak:
     round: int
     growth_bytes: float
     growth_node: str | None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,9 @@ def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> MemoryPeak | N
         return None
     value, whose, number = pick(peaks, key=lambda peak: peak[0])[:3]
     growth, who = max(((peak[3], peak[4]) for peak in peaks), key=lambda peak: peak[0])
-    return MemoryPeak(name, CATALOG[name].meaning if name in CATALOG else "", value, whose, number, growth, who)
+    return MemoryPeak(
+        name, CATALOG[name].meaning if name in CATALOG else "", value, whose, number, growth, who, metric_title(name)
+    )
 
 
 def _growth(matrix: Matrix) -> tuple[float, str | None]:

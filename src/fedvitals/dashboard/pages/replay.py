@@ -14,13 +14,13 @@ from fedvitals.dashboard.pages.round_clients import CameRow, ClientDiff, client_
 from fedvitals.dashboard.pages.shell_commands import Command, Here, commands_of
 from fedvitals.dashboard.pages.tape_index import DAMAGED, NoTapeError, Opened, RoundCoverage, opened
 from fedvitals.dashboard.pages.what_if import Updates, flat, updates_of
-from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.errors import FedvitalsError
 from fedvitals.store import Target
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.case_sentences import clause
-from fedvitals.views.cases import case_key, cases_of, text_of
+from fedvitals.views.cases import case_key, cases_of, culprits, text_of
 from fedvitals.views.labels import labels_of
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class ReplayRound:
     norms: str = ""
     norm_layers: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()  # names of all that answered, to choose from
+    suspects: tuple[str, ...] = ()  # of these, who is suspected in troubles of this round and whose update was used
     actions: tuple[ActionInForce, ...] = ()
     client: ClientDiff | None = None
 
@@ -233,6 +234,7 @@ def replay_round(
         **about,
         **_state(index, entry, index.rows[place - 1].round if place else None),
         **_cohort(reader, run, index, entry, node, (sort, limit, offset)),
+        suspects=_suspects(reader, run, entry),
         actions=_actions(entry.notes.get("actions")),
     )
 
@@ -260,6 +262,15 @@ def _about(reader: Reader, here: Here, coverage: RoundCoverage, trouble: str | N
         "commands": commands_of(here, coverage, cases),
         "findings": tuple(findings[:FINDINGS]),
     }
+
+
+def _suspects(reader: Reader, run: str, entry: RoundEntry) -> tuple[str, ...]:
+    """Return the clients whose updates one would leave out: what they did harms the learning, and was used."""
+    used = {came.node for came in entry.came if came.used and came.mark is not None}
+    cases = [case for case in cases_of(reader, run) if entry.round in case.rounds and is_trouble(case)]
+    learning = [case for case in cases if case.issue_entry.family != "system"]
+    named = dict.fromkeys(name for case in learning for name in culprits(case) if name in used)
+    return tuple(named) if len(named) < len(used) else ()
 
 
 def _how(coverage: RoundCoverage, trouble: str | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedvitals.dashboard.pages.predicted_accuracy import PredictedScore, predicted_score
 from fedvitals.dashboard.pages.shell_commands import what_if_command
 from fedvitals.dashboard.pages.tape_index import Opened, opened
 from fedvitals.errors import ConfigError, FedvitalsError, unknown
@@ -93,6 +94,7 @@ class WhatIf:
     cosine: float | None
     layers: tuple[ChangedLayer, ...]
     notes: tuple[str, ...]
+    score: PredictedScore | None = None  # of the model after the round, where the experiment's test data are here
 
 
 def what_if(
@@ -110,7 +112,7 @@ def what_if(
     try:
         entry = index.tape.entry(number)
         updates = updates_of(reader, run, index, entry)
-        return _compared(run, index.tape, entry, updates, (drop, rule, command))
+        return _compared(reader, run, index, entry, updates, (drop, rule, command))
     except FedvitalsError as error:
         if isinstance(error, ConfigError):
             raise
@@ -167,9 +169,10 @@ def flat(tensors: Any) -> Tensor:
 
 
 def _compared(
-    run: str, tape: TapeReader, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
+    reader: Reader, run: str, index: Opened, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
 ) -> WhatIf:
     drop, rule, command = asked
+    tape = index.tape
     if set(updates.start_of) != {"model"}:
         raise LackingError("In this round clients began from several models, one for each group.")
     own, memory, notes = _own_rule(tape, entry)
@@ -182,7 +185,8 @@ def _compared(
     recorded = entry.after.get("model")
     after = tape.tensors(recorded.digest) if recorded is not None and tape.has(recorded.digest) else None
     changed = _aggregated(own if rule == RECORDED else _rule(rule, len(keep)), updates, keep, memory)
-    step = (all_of_them if after is None else flat(after.values())) - before
+    model = all_of_them if after is None else flat(after.values())
+    step = model - before
     other = changed - before
     whole, layers = _numbers(step, other), []
     for name, mine, yours in zip(updates.names, step.split(updates.sizes), other.split(updates.sizes), strict=True):
@@ -194,7 +198,7 @@ def _compared(
         len(updates.nodes), "the mean of all" if after is None else "the recorded step",
         _is_recorded(updates, all_of_them, entry), whole[0], whole[1], whole[2],
         None if not whole[0] or whole[2] is None else whole[2] / whole[0], whole[3], tuple(layers[:LAYERS]),
-        tuple(notes),
+        tuple(notes), predicted_score(reader, run, index, model, changed),
     )  # fmt: skip
 
 

@@ -64,6 +64,13 @@ export const api = {
     return data;
   },
 
+  /** A file that the server writes; `pairs` of a name and a value are its parameters. */
+  async file(path, pairs) {
+    const response = await reach(`${path}?${new URLSearchParams(pairs)}`);
+    if (!response.ok) throw await failure(response);
+    return response.blob();
+  },
+
   /** Ask whether this page may change the store; comes back with whether that is new. */
   async checkAccess() {
     const before = access.changes;

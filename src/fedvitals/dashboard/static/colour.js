@@ -1,59 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Colours, each with one meaning: series (Okabe–Ito), magnitude (cividis), sign (blue to orange through the paper),
-// severity with its shape, parts of a round. All follow the theme; the theme itself is read from CSS.
+// severity with its shape, parts of a round. All follow the theme; the theme itself is read from CSS. The colours
+// themselves are in fedvitals/palette.py, which writes palette.js.
 
-// Okabe–Ito; where a hue has under 3:1 against the paper it is darkened (light) or lightened (dark), the hue kept.
-const SERIES = {
-  light: ["#0072b2", "#d55e00", "#00855f", "#b8578c", "#b87a00", "#2f8ac2", "#8a7d00", "#5b5b5b"],
-  dark: ["#4aa3df", "#f0813a", "#2fc79a", "#e09cc4", "#e69f00", "#86cdf5", "#f0e442", "#c9c9c9"],
-};
+import { CIVIDIS, PARTS, SERIES, SHAPES, SIGNED, THEMES } from "./palette.js";
 
-// Areas may keep the hues as Okabe and Ito gave them: neighbours must differ, and their names are read beside them.
-const AREAS = {
-  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#6b7178"],
-  dark: ["#3a8fcb", "#d9692a", "#1fa983", "#cc79a7", "#d99a1c", "#86cdf5", "#e3d94f", "#8b929a"],
-};
-
-const CIVIDIS = (
-  "00224e 002e6a 1a386f 32436d 434e6c 535a6d 61656f 6f7073 7d7c78 8c8878 9b9476 aba072 bcae6c cdbb63 dec958 f0d846 fee838"
-).split(" ");
-const SIGNED = {
-  light: "08306b 2166ac 4f93c7 92c0de cfe1ee f4f4f2 fbe0c3 f6b26b e08214 b35806 7f3b08".split(" "),
-  dark: "b9dcf5 86c0ea 5596cc 356a99 2a4560 303236 5a4630 96632b d18636 f2ab5c fcd9ad".split(" "),
-};
-
-export const SHAPES = { note: "·", warning: "▲", critical: "■" };
+export { SHAPES };
 const RANK = { note: 1, warning: 2, critical: 3 };
-
-// Work in the strong hues, waiting in greys: what is grey is time in which nothing was done.
-const PARTS = {
-  download: 5,
-  compute: 0,
-  forward: 0,
-  backward: 3,
-  optimizer: 6,
-  data: 4,
-  upload: 2,
-  aggregate: 1,
-  receive: 6,
-  evaluate: 3,
-  measure: 7,
-};
-const WAITING = ["wait", "queue", "start", "reply", "idle", "away", "unaccounted", "other", "rest"];
-
-// What a page without our stylesheet still gets.
-const FALLBACK = {
-  light: {
-    ink: "#1b1d20", "ink-2": "#5a6068", paper: "#ffffff", "paper-2": "#f5f6f7", line: "#dfe2e6",
-    "note-fill": "#2f7fc0", "warning-fill": "#e69f00", "critical-fill": "#c8322a", "ok-fill": "#009e73",
-    note: "#2a6fbb", warning: "#8a5300", critical: "#c0231c", ok: "#1f7a4d", accent: "#0b5cad",
-  },
-  dark: {
-    ink: "#e8eaed", "ink-2": "#a3a9b1", paper: "#15171a", "paper-2": "#1d2024", line: "#32363c",
-    "note-fill": "#56a5e0", "warning-fill": "#e69f00", "critical-fill": "#e5584e", "ok-fill": "#1fb283",
-    note: "#6aaef2", warning: "#f0a93b", critical: "#ff7a6e", ok: "#57c08a", accent: "#7ab8ff",
-  },
-};
 
 let known = null;
 const listeners = new Set();
@@ -107,7 +60,7 @@ export function theme() {
   const style = getComputedStyle(document.documentElement);
   const paper = style.getPropertyValue("--paper").trim();
   const dark = paper ? luminance(resolved(paper)) < 0.2 : darkWanted();
-  const given = FALLBACK[dark ? "dark" : "light"];
+  const given = THEMES[dark ? "dark" : "light"];
   const found = { dark, readable: new Map() };
   for (const [name, other] of Object.entries(given)) {
     const value = style.getPropertyValue(`--${name}`).trim();
@@ -158,7 +111,7 @@ export function onTheme(listener) {
   return () => listeners.delete(listener);
 }
 
-/** The n-th colour of the Okabe–Ito eight. */
+/** The n-th of eight colours of lines. */
 export function seriesColour(index, colours = theme()) {
   const eight = SERIES[colours.dark ? "dark" : "light"];
   return eight[((index % 8) + 8) % 8];
@@ -177,13 +130,10 @@ export function severityRank(severity) {
   return RANK[severity] ?? 0;
 }
 
+/** Of a part of a round; one that is not known is grey. */
 export function partColour(name, colours = theme()) {
-  if (WAITING.includes(name)) return colours.dark ? "#4a4f57" : "#c9cdd2";
-  const eight = AREAS[colours.dark ? "dark" : "light"];
-  if (Object.hasOwn(PARTS, name)) return eight[PARTS[name]];
-  let code = 0;
-  for (const letter of String(name)) code = (code * 31 + letter.codePointAt(0)) >>> 0;
-  return eight[code % 8];
+  const parts = PARTS[colours.dark ? "dark" : "light"];
+  return Object.hasOwn(parts, name) ? parts[name] : parts.unaccounted;
 }
 
 const tables = new Map();
@@ -193,7 +143,7 @@ export function colourTable(kind = "even", colours = theme()) {
   const key = `${kind}:${colours.dark}`;
   if (!tables.has(key)) {
     const stops = kind === "signed" ? SIGNED[colours.dark ? "dark" : "light"] : CIVIDIS;
-    tables.set(key, interpolated(stops.map((hex) => rgb("#" + hex))));
+    tables.set(key, interpolated(stops.map(rgb)));
   }
   return tables.get(key);
 }

@@ -17,9 +17,14 @@ class CorrectionPolicy:
     """Which corrections may be suggested or tried: `CorrectionPolicy("auto")`, or by issue, family or kind of
     correction: `CorrectionPolicy({"NAN_UPDATE": "auto", "client": "off"})`.
 
-    The narrower setting wins: a kind of correction before an issue, an issue before its family, a family before «all»,
-    whose default is «suggest». `watch`: rounds of a trial. `term`: rounds without the finding after which a client is
-    readmitted. `confidence`: the least confidence of a finding that is corrected automatically.
+    The narrower setting wins: a kind of correction before an issue, an issue before its family, a family before
+    «all».
+
+    Args:
+        cure: «off», «suggest» or «auto», for everything, or by issue, family or kind of correction.
+        watch: Rounds of a trial, after which a correction is kept or undone.
+        term: Rounds without the finding after which a client is readmitted.
+        confidence: The least confidence of a finding that is corrected automatically.
     """
 
     def __init__(
@@ -51,7 +56,12 @@ class CorrectionPolicy:
         return "auto" in self._words.values()
 
     def word(self, issue: str, kind: str | None = None) -> str:
-        """Return «off», «suggest» or «auto» for an issue, or for one kind of correction of it."""
+        """Return «off», «suggest» or «auto» for an issue, or for one kind of correction of it.
+
+        Args:
+            issue: The code of an issue, such as NAN_UPDATE.
+            kind: A kind of correction, such as «exclude»; None asks for the issue as a whole.
+        """
         issue_entry = ISSUES_BY_CODE.get(issue)
         of_issue = [issue] if issue_entry is None else [issue, issue_entry.family]
         chosen = next((self._words[name] for name in (*of_issue, ALL) if name in self._words), "suggest")
@@ -60,7 +70,11 @@ class CorrectionPolicy:
         return self._words.get(kind, "suggest" if kind in OPT_IN_KINDS else chosen)
 
     def described(self) -> dict[str, str]:
-        """Return the policy for the run's configuration."""
+        """Return the policy for the run's configuration.
+
+        Returns:
+            A dictionary of plain texts.
+        """
         return dict(self._words)
 
 

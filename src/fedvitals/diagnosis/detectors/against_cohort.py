@@ -22,6 +22,7 @@ from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
+from fedvitals.diagnosis.evidence.label_counts import predicts_texts
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
@@ -78,7 +79,8 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
         if node in named or trend.is_explained(node) or (oddity.is_reversed and node in losses):
             continue
         issue, kind = oddity.trained_as if node in trained else ("BYZANTINE", oddity.kind)
-        if issue == "LABEL_NOISE" and data.labels_unchanged_since(node, oddity.since):
+        same_labels = data.labels_unchanged_since(node, oddity.since) or predicts_texts(history, round_index)
+        if issue == "LABEL_NOISE" and same_labels:
             continue  # it trains as it did, on other data than the others
         yield finding(
             issue,

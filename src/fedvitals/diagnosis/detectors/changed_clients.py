@@ -11,6 +11,7 @@ from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR, likely_limit
+from fedvitals.diagnosis.evidence.label_counts import predicts_texts
 from fedvitals.diagnosis.evidence.own_past import LOSS, LOSS_AFTER, OWN_PASTS, PROPORTION, SIZE, ClientChange
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates
 from fedvitals.diagnosis.finding import Number, finding
@@ -22,7 +23,8 @@ SURE = 0.9  # that a lasting change which the peers do not share is a fault
 
 
 def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE: the model fits a client's own samples far worse than before, but not its peers'.
+    """LABEL_NOISE: the model fits a client's own samples far worse than before, but not its peers'; of texts, which
+    have no labels, UNUSUAL_CLIENT.
 
     Nobody is named while another client sends something else than it trained: what that does to the model, some clients
     feel more than others. Nor is a client whose labels are known not to have changed: then it is the model that did.
@@ -38,10 +40,14 @@ def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
         when = "receives" if change.sign is LOSS else "has trained"
         text = (
             f"Since round {change.since}, the model that {node} {when} has a loss of {change.value:.3g} on the "
-            f"client's own samples; by its past and its peers, about {change.expected:.3g} was to be expected. Most "
-            "likely its labels or targets are wrong."
+            f"client's own samples; by its past and its peers, about {change.expected:.3g} was to be expected. "
         )
+        if predicts_texts(history, round_index):
+            text += "Its texts are others than before: in another language, of another kind, or damaged."
+            yield _change_finding("UNUSUAL_CLIENT", round_index, node, change, text, {}, severity="note")
+            continue
         causes = {"label_noise": 0.9, "input_noise": 0.05, "input_scale": 0.05}
+        text += "Most likely its labels or targets are wrong."
         yield _change_finding("LABEL_NOISE", round_index, node, change, text, causes)
 
 
@@ -88,7 +94,13 @@ def changed_sizes(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _change_finding(
-    issue: str, round_index: int, node: Node, change: ClientChange, text: str, causes: Mapping[str, float]
+    issue: str,
+    round_index: int,
+    node: Node,
+    change: ClientChange,
+    text: str,
+    causes: Mapping[str, float],
+    severity: str = "warning",
 ) -> Finding:
     """Return the finding about a client that changed. `causes`: kinds of faults with their chances, likeliest first."""
     return finding(
@@ -98,10 +110,10 @@ def _change_finding(
         confidence=SURE,
         since=change.since,
         node=node,
-        severity="warning",
+        severity=severity,
         numbers=[Number(change.sign.name, change.value, change.expected, change.deviations, of="own past")],
-        suspects=[Suspect(node, SURE, WORDS[next(iter(causes))])],
-        more={"causes": [[kind, chance] for kind, chance in causes.items()]},
+        suspects=[Suspect(node, SURE, WORDS[next(iter(causes))] if causes else "other texts")],
+        more={"causes": [[kind, chance] for kind, chance in causes.items()]} if causes else None,
     )
 
 

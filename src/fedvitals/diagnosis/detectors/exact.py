@@ -11,13 +11,17 @@ from typing import Any
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, median_of_others, rounds_until
 from fedvitals.diagnosis.evidence.damage import deciding_client
+from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import SAME_FACTOR, ExactRelation, Kind, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
+from fedvitals.diagnosis.evidence.update_mismatch import update_mismatches
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
 CONFIDENCE = 0.99  # of an equality that does not hold: telemetry itself may be broken
+UNREPORTED = 0.9  # where an opposed update may also have been trained, on inverted labels of two classes
+TRAINED_SO = " It does not report what it trained: inverted labels of two classes look the same."
 _ISSUE: dict[Kind, tuple[str, str, str | None]] = {  # with its severity, and the fault that it is, by `fault_kinds`
     "negated": ("BYZANTINE", "warning", "sign_flip"),
     "scaled": ("BYZANTINE", "warning", "scaling"),
@@ -27,6 +31,7 @@ _ISSUE: dict[Kind, tuple[str, str, str | None]] = {  # with its severity, and th
     "stale": ("STALE_UPDATE", "warning", "stale_update"),
     "repeated": ("STALE_UPDATE", "warning", "stale_update"),
     "colluding": ("BYZANTINE", "warning", None),
+    "opposed": ("BYZANTINE", "warning", None),
 }
 
 
@@ -40,14 +45,18 @@ def untrained_updates(history: History, round_index: int) -> Iterator[Finding]:
         since = _since(history, round_index, node, relation.kind)
         evidence: dict[str, Any] = {"views": ["exact"], "relation": relation.kind}
         suspects = []
+        unreported = relation.kind == "opposed" and node not in update_mismatches(history, round_index)
+        confidence = UNREPORTED if unreported else CONFIDENCE
+        reason = "the others' updates turned round" if unreported else "an update that none of them trained"
         if severity != "note":
             evidence |= {"verdict": "faulty", "causes": [[fault, 1.0]] if fault else []}
-            suspects = [Suspect(node, CONFIDENCE, WORDS[fault] if fault else "an update that none of them trained")]
+            suspects = [Suspect(node, confidence, WORDS[fault] if fault else reason)]
         yield finding(
             issue,
             round_index,
-            f"{_sentence(node, relation)}{f', since round {since}' if since < round_index else ''}.",
-            confidence=CONFIDENCE,
+            f"{_sentence(node, relation)}{f', since round {since}' if since < round_index else ''}."
+            f"{TRAINED_SO if unreported else ''}",
+            confidence=confidence,
             since=since,
             node=node,
             severity="critical" if severity != "note" and node == deciding else severity,
@@ -71,6 +80,7 @@ def _sentence(node: Node, relation: ExactRelation) -> str:
         "stale": f"{node} adds what it trained to the model of {rounds}",
         "repeated": f"{node} sends its update of {rounds} again",
         "colluding": f"{node} and {', '.join(relation.others)} send {same} update, which none of them trained",
+        "opposed": f"{node} sends what all others send together, turned round",
     }
     return sentences[relation.kind]
 
@@ -82,6 +92,9 @@ def _numbers(history: History, round_index: int, node: Node, relation: ExactRela
         numbers.insert(0, Number("update.factor", relation.factor, 1.0, of="limit"))
     if relation.kind == "stale":
         numbers.insert(0, Number("update.base_age", relation.rounds, 0.0, of="limit"))
+    if relation.kind == "opposed":
+        cosines = peer_statistic(history, round_index, "cosine")
+        numbers.insert(0, Number("update.peers.cosine", cosines[node], median_of_others(cosines, [node])))
     if relation.kind == "colluding":
         twins = history.latest("update.duplicates", round_index).get(node)
         numbers += [Number("update.duplicates", twins, 0.0, of="limit")] if twins is not None else []

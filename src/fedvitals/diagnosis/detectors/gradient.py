@@ -67,7 +67,7 @@ def exploding(history: History, round_index: int) -> Iterator[Finding]:
         since = _exploded_since(history, round_index, layers)
         if since is not None:
             severity = "critical" if _unlearnt(history, round_index, layers.chance) else "warning"
-            yield _exploding(layers, round_index, since, severity)
+            yield _exploding(layers, round_index, since, severity, _scale_in_words(history, round_index))
             return
     yield from _jump_findings(history, round_index)
 
@@ -100,7 +100,13 @@ def _pressures(history: History, rounds: range, last: int) -> dict[int, float]:
     return {round_index: 0.0 if p.cut_off else p.top for round_index, p in profiles.items() if p is not None}
 
 
-def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str) -> Finding:
+def _scale_in_words(history: History, round_index: int) -> str:
+    """Return a sentence with the clients' gradient scale of this round; empty where nobody measured it."""
+    scale = client_median(history, "scale.gsc", round_index)
+    return f" The gradient scale (GSC) is {scale:.2g}." if np.isfinite(scale) else ""
+
+
+def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str, scale: str) -> Finding:
     pressure = layers.pressure
     place = int(np.nanargmax(pressure))
     top = float(pressure[place])
@@ -108,7 +114,7 @@ def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str
         f"The gradients exploded in round {since}, and the model died of it: they are zero now, and nothing is learnt."
         if top < EXPLODING_START
         else f"Gradients explode: changing '{layers.names[place]}' by its own size would change the loss by {top:.3g} "
-        f"times that of a blind guess ({layers.chance:.2f} nats); about 1 is usual when training begins."
+        f"times that of a blind guess ({layers.chance:.2f} nats); about 1 is usual when training begins.{scale}"
     )
     return finding(
         "EXPLODING_GRADIENT",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of
+from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.label_counts import LabelCounts, label_counts
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import state_of
@@ -63,6 +64,18 @@ def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
             numbers=[Number("classes missing", len(labels), 0.0)],
             more={"classes": sorted(labels), "clients with all classes": lacking.clients - len(lacking.classes)},
         )
+    for node in clients_of(history, round_index):
+        sketch = data_sketches(history, round_index).newest.get(node)
+        if sketch is not None and sketch.lost and node not in missing:  # its labels are not told, how many it lost is
+            yield finding(
+                "MISSING_CLASSES",
+                round_index,
+                f"{node} lost all samples of {sketch.lost} classes; the rest of its data is as before.",
+                confidence=1 - CHANCE,
+                node=node,
+                severity="warning",
+                numbers=[Number("classes missing", sketch.lost, 0.0)],
+            )
 
 
 def _lacking_classes(labels: LabelCounts) -> dict[Node, list[str]]:

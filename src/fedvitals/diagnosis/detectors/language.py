@@ -19,7 +19,7 @@ LENGTHS = 4.0  # times the median length, or a part of it
 FEW_CLIENTS = 4
 CUT = 0.5  # share of texts that end where the widest batch does, from which texts are probably cut off
 EMPTY = 0.75  # share of padding, from which most of the work is for nothing
-SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.15, 8.0, 5  # of the usual loss; robust deviations; rounds before
+SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.04, 8.0, 5  # of the usual loss; robust deviations; rounds before
 
 
 def forgetting(history: History, round_index: int) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ class of the error; the text stands in the event, where the privacy level allows
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections import Counter
@@ -75,6 +76,7 @@ MEMORY = re.compile(
     r"WorkerKilled",
     re.IGNORECASE,
 )
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Errno 122", re.IGNORECASE)
 
 
@@ -147,7 +149,7 @@ def _failed_phase(history: History, round_index: int, phase: str) -> Iterator[Fi
 
 def _kind_of_failure(event: Event) -> str:
     text = f"{event.data.get('exception', '')} {event.message}"
-    if DISK.search(text):
+    if DISK.search(text) or event.data.get("errno") in NO_SPACE:
         return "DISK_FULL"
     return "OUT_OF_MEMORY" if MEMORY.search(text) or KILLED.search(text) else "CRASH"
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.diagnosis.evidence.described_data import DataSketch
+from fedvitals.data_change import DataSketch
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 

@@ -3,98 +3,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-
+from fedvitals.data_change import DataChange, DataSketch, OwnData, sketch_from
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 from fedvitals.records import Event
-from fedvitals.stats import Array
 
 EVENT = "data"
-MOST_CLASSES, MOST_DIMENSIONS = 64, 16  # see `probes.data_sketch`; who sends more wants to fill our memory
 SOON = 2  # rounds before a change shows in what a client trains, its data may have changed
-STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DataSketch:
-    """What a client told of its data in one round. Without classes, where no more than scalars may leave it."""
-
-    round: int
-    samples: int
-    inputs: int | None  # checksums: equal where the data are; None where they are not told
-    labels: int | None
-    looks: int  # how often the data before these were found unchanged
-    scalars: Mapping[str, float]  # mean, std, ... of the inputs
-    labelled: bool
-    classes: tuple[int, ...] = ()
-    counts: Array = field(default_factory=lambda: np.zeros(0))  # [classes]
-    means: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [classes, dimensions]
-    spreads: Array = field(default_factory=lambda: np.zeros(0))  # [classes]: mean squared distances from these
-    covariance: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [dimensions, dimensions], within classes
-    freedom: int = 0
-
-    @property
-    def spread(self) -> float:
-        """The standard deviation of the inputs; NaN where there is none, as of tokens."""
-        return self.scalars.get("std", math.nan)
-
-    @property
-    def distinct(self) -> float:
-        """The share of its samples that are not repeated: repeated ones tell nothing new of a mean."""
-        return min(1.0, max(0.01, 1 - self.scalars.get("duplicates", 0.0)))
 
 
 def read_sketch(event: Event) -> DataSketch | None:
     """Return the sketch that an event holds; None if it cannot be read, as a client may send anything."""
     try:
-        return _read(event.where.round or 0, event.data)
+        return sketch_from(event.where.round or 0, event.data)
     except (TypeError, ValueError, KeyError, OverflowError, AttributeError):
         return None
 
 
-def _read(round_index: int, data: Mapping[str, Any]) -> DataSketch:
-    names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
-    scalars = {name: float(data[name]) for name in names if name in data}
-    known = (
-        round_index,
-        int(data["samples"]),
-        data.get("inputs"),
-        data.get("labels"),
-        int(data.get("looks", 0)),
-        scalars,
-    )
-    if "means" not in data:
-        return DataSketch(*known, labelled=False)
-    upper = np.array(data["covariance"], dtype=np.float64)
-    dimensions = (math.isqrt(8 * len(upper) + 1) - 1) // 2
-    if dimensions > MOST_DIMENSIONS or len(data["classes"]) > MOST_CLASSES:
-        raise ValueError("A sketch has no more classes and dimensions than clients send.")
-    covariance = np.zeros((dimensions, dimensions))
-    covariance[np.triu_indices(dimensions)] = upper
-    covariance += np.triu(covariance, 1).T
-    classes = tuple(int(label) for label in data["classes"])
-    counts, spreads = (np.array(data[name], dtype=np.float64).reshape(len(classes)) for name in ("counts", "spreads"))
-    means = np.array(data["means"], dtype=np.float64).reshape(len(classes), dimensions)
-    finite = all(np.isfinite(part).all() for part in (covariance, counts, spreads, means))
-    if not finite or (counts < 1).any() or (spreads < 0).any() or len({*classes}) < len(classes):
-        raise ValueError("A sketch holds finite numbers, and each class once.")
-    freedom = max(1, int(data["freedom"]))
-    return DataSketch(*known, bool(data["labelled"]), classes, counts, means, spreads, covariance, freedom)
-
-
 class DataSketches:
-    """Each client's newest sketch, and the one that its present data are compared with."""
+    """Each client's newest sketch, and what has changed since an earlier one."""
 
     def __init__(self) -> None:
         self.version = 0  # rises with every change
         self.newest: dict[Node, DataSketch] = {}
-        self.reference: dict[Node, DataSketch] = {}  # of data that were found unchanged for a while
+        self._own: dict[Node, OwnData] = {}
         self._first: dict[Node, int] = {}  # round in which a client first told of its data
         self._read: set[tuple[Node, int, float]] = set()
 
@@ -107,33 +39,37 @@ class DataSketches:
                 continue
             self._read.add(key)
             sketch = read_sketch(event)
-            if sketch is None:
+            if sketch is None or _is_repeated(sketch, self.newest.get(node)):
                 continue
             self.version += 1
             self._first.setdefault(node, sketch.round)
-            before = self.newest.get(node)
-            stable = sketch.looks > 0 or (before is not None and sketch.round - before.round >= STABLE)
-            if before is not None and stable and not self._back_again(node, sketch):
-                self.reference.setdefault(node, before)
-            elif before is not None:
-                self.reference.pop(node, None)
+            self._own.setdefault(node, OwnData()).add(sketch)
             self.newest[node] = sketch
+
+    def change(self, node: Node) -> DataChange | None:
+        """Return what was changed in a client's data; None if nothing was, or it is not known."""
+        return self._own[node].change if node in self._own else None
 
     def labels_unchanged_since(self, node: Node, round_index: int) -> bool:
         """Return whether a client's labels are known to be the same as before a round: its data did not change about
         then, or its inputs alone did.
         """
-        newest, reference = self.newest.get(node), self.reference.get(node)
+        newest = self.newest.get(node)
         if newest is None:
             return False
         if newest.round == self._first[node] or newest.round < round_index - SOON:
             return True
+        reference = self._own[node].reference
+        if newest.inputs is None:
+            return newest.change is not None and newest.change.kind.startswith("input")
         return reference is not None and reference.labels is not None and reference.labels == newest.labels
 
-    def _back_again(self, node: Node, sketch: DataSketch) -> bool:
-        """Return whether a client has the data again that it was compared with: it was cured."""
-        reference = self.reference.get(node)
-        return reference is not None and (reference.inputs, reference.labels) == (sketch.inputs, sketch.labels)
+
+def _is_repeated(sketch: DataSketch, newest: DataSketch | None) -> bool:
+    """Return whether scalars are those that are known, told by a process that had not met the client before."""
+    if newest is None or sketch.inputs is not None or sketch.compared:
+        return False
+    return (sketch.samples, sketch.scalars) == (newest.samples, newest.scalars)
 
 
 @shared

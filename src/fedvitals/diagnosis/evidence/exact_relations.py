@@ -3,7 +3,7 @@
 
 These are equalities, not likenesses: they hold to rounding or not at all, need no peers and no past, and say which
 fault it is. So they come before all evidence that was learnt. They rest on what the client itself reports of its
-training; of a client that reports nothing, or lies, only an old update is recognised here.
+training; of a client that reports nothing, or lies, only an old update, or the others' turned round, is recognised.
 
 What the whole federation shows is how it works (weighted updates, the other sign convention, compression), and says
 nothing about one client: a relation counts only where at most half of the clients that can be compared have it.
@@ -19,6 +19,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, median_of_others, rounds_until
 from fedvitals.diagnosis.evidence.equal_updates import COPY, equal_updates, nearly_equal_updates, peer_statistic
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.transformed_updates import MOSTLY_ZEROS, most_differ, transformation
 from fedvitals.diagnosis.evidence.update_mismatch import (
     MISMATCH_LIMIT,
@@ -39,10 +40,15 @@ NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
 ROUNDS_BACK = 10  # in which an update that is sent again is looked for
 FAR = 3.0  # times the usual difference that a transformation makes
 CROWD = 3  # clients that send one and the same update
+CROWD_ROUNDS = 20  # over which a crowd of which only some take part is put together
 FEWEST_OTHERS = 2  # clients, whose updates show what is done to all on their way
+# Cosine to the sum of the others' directions, up to which an update is that sum turned round. Of 13,982 healthy rounds
+# of four clients or more in `tune-wide` and `healthy-tune`, the lowest is -0.89.
+OPPOSED, FEWEST_OPPOSED = -0.95, 4
+BALANCED = -0.5  # the same of the median of the others, up to which all updates together cancel out, as at an optimum
 SERVER = "server"
 
-Kind = Literal["negated", "scaled", "shrunk", "clipped", "sparsified", "stale", "repeated", "colluding"]
+Kind = Literal["negated", "scaled", "shrunk", "clipped", "sparsified", "stale", "repeated", "colluding", "opposed"]
 HARMLESS: frozenset[Kind] = frozenset({"clipped", "sparsified"})
 """What honest clients do to their updates on their own: no reason to call one of them faulty."""
 
@@ -76,7 +82,8 @@ def exact_relations(history: History, round_index: int) -> dict[Node, ExactRelat
             told[node] = ExactRelation("stale", rounds=int(ages[node]))
         elif (relation := _sparsified(history, round_index, node)) is not None:
             told[node] = relation
-    return relations | _of_few(history, round_index, told) | _repeated(history, round_index, {*relations, *told})
+    few = _of_few(history, round_index, told)
+    return _opposed(history, round_index) | relations | few | _repeated(history, round_index, {*relations, *told})
 
 
 def _of_few(history: History, round_index: int, relations: dict[Node, ExactRelation]) -> dict[Node, ExactRelation]:
@@ -135,11 +142,30 @@ def _zero_shares(history: History, round_index: int, family: str) -> dict[Node, 
     return dict(zip(nodes, shares.tolist(), strict=True))
 
 
+def _opposed(history: History, round_index: int) -> dict[Node, ExactRelation]:
+    """Return the clients whose update is the sum of the others' directions turned round.
+
+    At an optimum that is so of everybody, since all updates together cancel out. Inverted labels of two classes train
+    just that: clients with wrong labels are left out, and those that report to have trained it layer by layer, because
+    it is their data that are judged. Nobody trains it on labels and inputs like those of the others.
+    """
+    cosines = peer_statistic(history, round_index, "cosine")
+    opposed = [node for node, cosine in cosines.items() if cosine <= OPPOSED]
+    few = len(cosines) >= FEWEST_OPPOSED and 2 * len(opposed) <= len(cosines)
+    others = [cosine for node, cosine in cosines.items() if node not in opposed]
+    if not opposed or not few or np.median(others) <= BALANCED:
+        return {}
+    data, differs = examine_data(history, round_index), history.latest("update.differs", round_index)
+    trained = {node for node in opposed if differs.get(node, 1.0) <= MISMATCH_LIMIT} - data.usual
+    return {node: ExactRelation("opposed") for node in opposed if node not in trained and node not in data.suspects}
+
+
 def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
     """Return the clients that sent one and the same update which none of them trained.
 
     All of them must report that they trained something else: of one that reports nothing the others may be copies. A
-    crowd is enough by itself if nobody in it is known to have trained what it sent: who copies has one original.
+    crowd is enough by itself if nobody in it is known to have trained what it sent: who copies has one original. Where
+    only some take part, a crowd may show itself pair by pair, over the rounds.
     """
     transformed = transformation(history, round_index) is not None
     altered = set() if transformed else clients_with_altered_updates(history, round_index)
@@ -150,7 +176,8 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
     equal = [
         nodes
         for nodes in together
-        if differing.issuperset(nodes) or (len(nodes) >= CROWD and trained.isdisjoint(nodes))
+        if differing.issuperset(nodes)
+        or (trained.isdisjoint(nodes) and (len(nodes) >= CROWD or _have_third(history, round_index, nodes)))
     ]
     near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered and altered.issuperset(nodes)]
     relations: dict[Node, ExactRelation] = {}
@@ -160,6 +187,18 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
             others = tuple(other for other in nodes if other != node)
             relations.setdefault(node, ExactRelation("colluding", others=others, nearly=nearly))
     return relations
+
+
+def _have_third(history: History, round_index: int, pair: Collection[Node]) -> bool:
+    """Return whether both of a pair have sent the same as a third client in earlier rounds: no one of the three is the
+    original of the other two.
+    """
+    partners: dict[Node, set[Node]] = {node: set() for node in pair}
+    for past_round in rounds_until(history, round_index - 1, CROWD_ROUNDS):
+        for nodes in equal_updates(history, past_round):
+            for node in partners.keys() & {*nodes}:
+                partners[node] |= {*nodes} - {*pair}
+    return bool(set.intersection(*partners.values()))
 
 
 def untrained_among(history: History, round_index: int, nodes: Collection[Node]) -> set[Node]:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedvitals.data_change import vanished_labels
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
-from fedvitals.records import Event
+from fedvitals.records import Event, is_client
 from fedvitals.stats import Array
 
 _FEWEST_ROWS = 16
@@ -85,7 +86,9 @@ class LabelCounts:
         if node is None or not histogram:
             return
         self.version += 1
-        self._compare_with_last(node, histogram)
+        vanished = vanished_labels(self.histograms.get(node, {}), histogram, self.vanished.pop(node, frozenset()))
+        if vanished:
+            self.vanished[node] = vanished
         self.histograms[node], self._newest[node] = histogram, event
         self._entropies.pop(node, None)
         row = self._rows.setdefault(node, len(self._rows))
@@ -96,18 +99,6 @@ class LabelCounts:
         self._reserve()
         self._counts[row] = 0.0
         self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
-
-    def _compare_with_last(self, node: Node, histogram: Mapping[str, int]) -> None:
-        """Note which labels a client lost; they count as lost until it reports one of them again."""
-        before = self.histograms.get(node, {})
-        lost = frozenset(label for label, count in before.items() if count and not histogram.get(label))
-        kept = {label: count for label, count in before.items() if label not in lost and count}
-        if lost and kept == {label: count for label, count in histogram.items() if count}:
-            self.vanished[node] = lost | self.vanished.get(node, frozenset())
-        elif not any(histogram.get(label) for label in self.vanished.get(node, ())):
-            return
-        else:
-            del self.vanished[node]
 
     def _reserve(self) -> None:
         """Make room for all clients and labels that are known."""
@@ -131,3 +122,14 @@ def _entropy(histogram: Mapping[str, int]) -> float:
     shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
     shares /= max(shares.sum(), 1.0)
     return float(-(shares * np.log(shares)).sum())
+
+
+@shared
+def predicts_texts(history: History, round_index: int) -> bool:
+    """Return whether clients predict the tokens of their texts: they read tokens, and nobody reports labels.
+
+    Foreign texts are hard to predict, and none of them is labelled wrong.
+    """
+    if label_counts(history, round_index).labels:
+        return False
+    return any(is_client(node) for node in history.latest("tokens", round_index))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fedvitals.data_change import DataChange, DataSketch
 from fedvitals.diagnosis.evidence.attendance import clients_of
-from fedvitals.diagnosis.evidence.changed_data import DataChange, change_of_data
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation, compare_data
-from fedvitals.diagnosis.evidence.described_data import DataSketch, DataSketches, data_sketches
+from fedvitals.diagnosis.evidence.described_data import DataSketches, data_sketches
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 
@@ -75,7 +75,7 @@ def judge_data(
     sketches: DataSketches, present: Sequence[Node], deviations: Mapping[Node, DataDeviation]
 ) -> DataExamination:
     """Return what the data of these clients show, from their sketches and how far these deviate from the others'."""
-    changes = {node: change for node in present if (change := _change(sketches, node)) is not None}
+    changes = {node: change for node in present if (change := sketches.change(node)) is not None}
     suspects, shifted = dict[Node, DataSuspect](), list[Node]()
     for node in present:
         suspect = _suspect(sketches.newest[node], changes.get(node), deviations.get(node))
@@ -115,11 +115,6 @@ def _deviations(history: History, sketches: DataSketches, present: list[Node]) -
     if compared.key != key:
         compared.key, compared.deviations = key, compare_data({node: sketches.newest[node] for node in nodes})
     return compared.deviations
-
-
-def _change(sketches: DataSketches, node: Node) -> DataChange | None:
-    reference = sketches.reference.get(node)
-    return None if reference is None else change_of_data(reference, sketches.newest[node])
 
 
 def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:

@@ -24,6 +24,7 @@ from fedvitals.protocols import History, Node
 TRANSFORMED = "updates.transformed"  # the event by which a host states it
 FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
 LOOK_BACK = 5  # rounds searched for further clients
+REMEMBERED, FEWEST_ROUNDS = 20, 3  # newest rounds; of these, so many that were transformed
 ROUNDED = 1e-5  # relative difference in size from which an update was rounded on its way; untouched, it is about 1e-7
 MOSTLY_ZEROS = 0.5  # share of zeros in a typical layer, beyond the zeros of its gradients
 
@@ -44,10 +45,24 @@ def transformation(history: History, round_index: int) -> Transformation | None:
     known.
 
     More than half of the compared clients must agree, and more than a third of all, so that no minority can silence the
-    detectors, even if only its telemetry arrives.
+    detectors, even if only its telemetry arrives; in this round, or in most of the rounds before.
     """
     if _is_stated(history, round_index):
         return Transformation(0, 0, sparse=False, stated=True)
+    return _recognised(history, round_index) or _recognised_before(history, round_index)
+
+
+def _recognised_before(history: History, round_index: int) -> Transformation | None:
+    """Return the transformation of most of the earlier rounds: where a model has converged, little is left of updates
+    that a transformation could change, and it shows with a few clients only.
+    """
+    rounds = rounds_until(history, round_index - 1, REMEMBERED)
+    earlier = [seen for past_round in rounds if (seen := _recognised(history, past_round)) is not None]
+    return earlier[-1] if len(earlier) >= FEWEST_ROUNDS and 2 * len(earlier) > len(rounds) else None
+
+
+@shared
+def _recognised(history: History, round_index: int) -> Transformation | None:
     for sparse, sign in ((False, _differing), (True, _mostly_zeros)):
         clients = _over_rounds(history, round_index, sign)
         transformed = sum(clients.values())

@@ -19,7 +19,7 @@ from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable,
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
 from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, INPUT_FAULTS, MULTIPLES
-from fedvitals.diagnosis.evidence.label_counts import label_counts
+from fedvitals.diagnosis.evidence.label_counts import label_counts, predicts_texts
 from fedvitals.diagnosis.evidence.learning_rates import METRIC as LEARNING_RATE
 from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features, linear_features
@@ -46,6 +46,7 @@ REMEMBERED = 6  # participations from which the kind of the fault is inferred
 _NEVER = np.iinfo(np.int64).min
 EVEN, CORROBORATED = 0.5, 0.9  # probabilities: from which samples that are classified wrong count, and to which
 FAR_BELOW = 2.0  # standard deviations of a number of right samples
+CLEARED = 2.0  # times the limit that the server's evidence must reach against a client of which all else is as usual
 UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 
 
@@ -246,7 +247,8 @@ class EvidenceTrend:
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
         classes = len(label_counts(history, round_index).labels)
         self._chance = 1 / classes if classes > 1 else 0.0
-        self._has_classes = classes > 0 or math.isfinite(self.accuracy)
+        known = math.isfinite(self.accuracy) and not predicts_texts(history, round_index)
+        self._has_classes = classes > 0 or known
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -315,15 +317,20 @@ class EvidenceTrend:
             self.suspected_kinds[node] = likeliest
 
     def _possible_kinds(self, node: Node, fired: Sequence[str], kinds: Sequence[str], *, honest: bool) -> list[bool]:
-        """Return which kinds of fault are possible for a client, by what is known of its update, data and settings."""
+        """Return which kinds of fault are possible for a client, by what is known of its update, data and settings.
+
+        A client that reports to have sent what it trained, with the data and the learning rate of its peers, can only
+        be lying. The server's own evidence decides, but it must be twice as strong as usual.
+        """
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         excluded = self._excluded.get(node, frozenset())
-        if honest and fired != ["server"]:
+        before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
+        if honest and not any(before) and self.views["server"].total(node) < CLEARED * self.limits["server"]:
+            return before
+        if honest and fired != ["server"] and (any(before) or "server" not in fired):
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
-            before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
-            if any(before) or "server" not in fired:
-                return before
+            return before
         return [kind not in excluded for kind in kinds]
 
 

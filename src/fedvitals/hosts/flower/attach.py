@@ -31,11 +31,17 @@ HIGHEST_LEVEL = 4  # of the privacy levels
 def attach(
     what: What, monitor: Monitor, *, guard: str = update_guard.REPORT, layers: Sequence[str] | None = None
 ) -> What:
-    """Let `monitor` watch a strategy, or the grid of a custom loop. Returns the same object.
+    """Let a monitor watch a strategy, or the grid of a custom loop.
 
-    `guard`: what to do with an update that contains NaN or infinity, before it is aggregated: «report» names the client
-    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names for the arrays, where the wire has
-    numbers.
+    Args:
+        what: A strategy of the Message API or of the older one, or a grid.
+        monitor: The `fv.Monitor` of the server.
+        guard: What to do with an update that contains NaN or infinity, before it is aggregated: «report» names the
+            client and changes nothing, «drop» leaves it out, «fail» ends the run.
+        layers: Names for the arrays, if the messages carry none.
+
+    Returns:
+        The same object as `what`.
     """
     if not isinstance(monitor, Monitor):
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")

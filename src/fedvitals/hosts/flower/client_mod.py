@@ -66,11 +66,14 @@ def client_mod(
 ) -> ClientMod:
     """Return the mod for `ClientApp(mods=[...])`; put it first.
 
-    `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
-    its own scalars, no layers, no text (docs/metrics.md); by default 1 for a model that Opacus trains. `tracebacks`:
-    send the server the whole traceback of an exception, which may quote data. `layers`: names for the arrays, where the
-    wire has numbers (NumPyClient). `tape`: a folder of this machine, or a `fv.Tape(folder=..., budget=...)`, that keeps
-    what the client was sent, so that it can be run again here (docs/flower.md); nothing of it leaves the machine.
+    Args:
+        probes: What `fv.watch` measures inside of `train`.
+        privacy: What may leave this client, 0 to 4; by default 2 (its own scalars, no layers, no text:
+            docs/metrics.md), and 1 for a model that Opacus trains.
+        tracebacks: Whether to send the server the whole traceback of an exception, which may quote data.
+        layers: Names for the arrays, if the messages carry none.
+        tape: A folder of this machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent,
+            so that it can be run again here (docs/flower.md); nothing of it leaves the machine.
     """
     policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
     names = None if layers is None else tuple(layers)

@@ -19,11 +19,20 @@ from fedvitals.records import AnyName
 class Callback(TrainerCallback):
     """Watches what a Trainer trains; nothing of it is changed, and an error of ours does not stop it.
 
-    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and no
-    monitor is needed. Inside of `monitor.round(...)`, `client` names the client that trains. Otherwise the training is
-    a run of its own in `monitor`, a `fv.Monitor` or the file of a store, whose `settings` may follow. Its rounds are
-    the epochs, or, with `eval_strategy="steps"`, the stretches between two evaluations, or `steps` optimiser steps
-    each. `data` and `loss` are those of `Monitor.client`.
+    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and
+    no monitor is needed. Otherwise the training is a run of its own in `monitor`.
+
+    Args:
+        monitor: A `fv.Monitor`, a worker's observer, or the file of a store; None inside of a client that is
+            watched.
+        client: The name of the client that trains, inside of `monitor.round(...)`.
+        steps: Optimiser steps in a round, if the training is a run of its own; by default its rounds are the epochs
+            or, with `eval_strategy="steps"`, the stretches between two evaluations.
+        data: The client's own samples, as of `Monitor.client`.
+        loss: The loss function, as of `Monitor.client`.
+        held_back: Samples that are not trained on: the loss on them is measured after each round of a run of its own.
+            Inside of a federation pass them to `monitor.round`.
+        settings: Settings of `fv.Monitor`, if `monitor` is a file.
     """
 
     def __init__(
@@ -34,31 +43,67 @@ class Callback(TrainerCallback):
         steps: int | None = None,
         data: Any = None,
         loss: Callable[..., Any] | None = None,
+        held_back: Any = None,
         **settings: Any,
     ) -> None:
-        self._watch = TrainerWatch(monitor, client, steps, data, loss, settings)
+        self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, held_back=held_back)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A training begins; its model is prepared for all processes."""
+        """A training begins; its model is prepared for all processes.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("beginning a training", lambda: self._watch.begin(kwargs["model"], range(args.world_size)))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An epoch begins."""
+        """An epoch begins.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("ending a round", self._watch.close_round)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An optimiser step begins, with the first of its batches."""
+        """An optimiser step begins, with the first of its batches.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("ending a round", self._watch.close_round)
         guarded("beginning a round", self._watch.step_begins)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """An optimiser step is over; its metrics, and an evaluation, may follow."""
+        """An optimiser step is over; its metrics, and an evaluation, may follow.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("counting steps", self._watch.step_ended)
         if _evaluates_between_steps(args) and control.should_evaluate:
             guarded("ending a round", self._watch.boundary)
 
     def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An epoch is over; its metrics, and an evaluation, may follow."""
+        """An epoch is over; its metrics, and an evaluation, may follow.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         if not _evaluates_between_steps(args):
             guarded("ending a round", self._watch.boundary)
 
@@ -70,15 +115,37 @@ class Callback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """The trainer logs metrics."""
+        """The trainer logs metrics.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            logs: The metrics.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("logging", lambda: self._watch.log(logs or {}))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A batch was evaluated: the training before it is over."""
+        """A batch was evaluated: the training before it is over.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("ending a round", self._watch.close_round)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """The training is over."""
+        """The training is over.
+
+        Args:
+            args: The trainer's arguments.
+            state: The trainer's state.
+            control: What the trainer does next; it is not changed.
+            kwargs: What else the trainer passes: model, optimizer, ...
+        """
         guarded("ending a training", self._watch.end)
 
 

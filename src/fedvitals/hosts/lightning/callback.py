@@ -27,11 +27,20 @@ LOSSES = ("loss", "train_loss", "train_loss_epoch", "train/loss", "train/loss_ep
 class Callback(LightningCallback):
     """Watches what a Trainer trains; nothing of it is changed, and an error of ours does not stop it.
 
-    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and no
-    monitor is needed. Inside of `monitor.round(...)`, `client` names the client that trains. Otherwise the training is
-    a run of its own in `monitor`, a `fv.Monitor` or the file of a store, whose `settings` may follow. Its rounds are
-    the epochs, or, where the trainer validates within an epoch, the stretches between two validations, or `steps`
-    optimiser steps each. `data` and `loss` are those of `Monitor.client`.
+    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and
+    no monitor is needed. Otherwise the training is a run of its own in `monitor`.
+
+    Args:
+        monitor: A `fv.Monitor`, a worker's observer, or the file of a store; None inside of a client that is
+            watched.
+        client: The name of the client that trains, inside of `monitor.round(...)`.
+        steps: Optimiser steps in a round, if the training is a run of its own; by default its rounds are the epochs
+            or, if the trainer validates within an epoch, the stretches between two validations.
+        data: The client's own samples, as of `Monitor.client`.
+        loss: The loss function, as of `Monitor.client`.
+        held_back: Samples that are not trained on: the loss on them is measured after each round of a run of its own.
+            Inside of a federation pass them to `monitor.round`.
+        settings: Settings of `fv.Monitor`, if `monitor` is a file.
     """
 
     def __init__(
@@ -42,29 +51,55 @@ class Callback(LightningCallback):
         steps: int | None = None,
         data: Any = None,
         loss: Callable[..., Any] | None = None,
+        held_back: Any = None,
         **settings: Any,
     ) -> None:
-        self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, LOSSES)
+        self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, LOSSES, held_back=held_back)
         self._steps = 0  # of the optimisers so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """A training begins; its model is prepared for all processes."""
+        """A training begins; its model is prepared for all processes.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+        """
         self._steps = trainer.global_step
         guarded("beginning a training", lambda: self._watch.begin(pl_module, range(trainer.world_size)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A batch begins."""
+        """A batch begins.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+            batch: The batch.
+            batch_idx: Its number in the epoch.
+        """
         guarded("ending a round", self._watch.close_round)
         guarded("beginning a round", self._watch.step_begins)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A batch is over; with it an optimiser step, unless gradients are accumulated."""
+        """A batch is over; with it an optimiser step, unless gradients are accumulated.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+            outputs: What `training_step` returned.
+            batch: The batch.
+            batch_idx: Its number in the epoch.
+        """
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             guarded("counting steps", self._watch.step_ended)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """A validation begins: the training before it is over."""
+        """A validation begins: the training before it is over.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+        """
         if trainer.sanity_checking:
             return
         if trainer.val_check_batch < trainer.num_training_batches:
@@ -73,21 +108,42 @@ class Callback(LightningCallback):
         guarded("ending a round", self._watch.close_round)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """A validation is over, and its metrics are known."""
+        """A validation is over, and its metrics are known.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+        """
         if not trainer.sanity_checking:
             guarded("logging", lambda: self._log(trainer, evaluated=True))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """An epoch is over, and its metrics are known."""
+        """An epoch is over, and its metrics are known.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+        """
         guarded("logging", lambda: self._log(trainer, evaluated=False))
         guarded("ending a round", self._watch.boundary)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """The training is over."""
+        """The training is over.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+        """
         guarded("ending a training", self._watch.end)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """The training was left by an exception."""
+        """The training was left by an exception.
+
+        Args:
+            trainer: The trainer.
+            pl_module: The module that it trains.
+            exception: The exception.
+        """
         guarded("ending a training", lambda: self._watch.end(exception))
 
     def _log(self, trainer: Any, *, evaluated: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fedvitals.monitor.held_back import log_held_back
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.ranks import group_of
 
@@ -34,8 +35,10 @@ class ModelRun:
         data: Any = None,
         loss: Callable[..., Any] | None = None,
         node: str = NODE,
+        held_back: Any = None,
     ) -> None:
         self._monitor, self._model, self._data, self._loss, self.node = monitor, model, data, loss, node
+        self._held_back = held_back
         last = monitor.host.monitored.last_round
         self._round = 0 if last is None else last + 1
         self._group = group_of(model)
@@ -59,5 +62,7 @@ class ModelRun:
         """Close the client and its round; `error` is what its training raised."""
         host = self._monitor.host
         host.client_end(self.node, error)
+        if self._held_back is not None and error is None and (self._group is None or self._group.reports):
+            log_held_back(host, self._model, self._held_back, self._loss)
         host.round_end(self._round, self._model)
         self._round += 1

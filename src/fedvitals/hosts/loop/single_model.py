@@ -32,13 +32,24 @@ def watch(
     loss: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Iterator[Any]:
-    """Watch one model's training. Every `steps` optimiser steps are told as one round of the node «model».
+    """Watch one model's training: `with fv.watch(model, optimizer, "one.db"):`.
 
-    `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
+    Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the
+    model is that client's: its numbers belong to the federation's run, and nothing is stored here. Of several
+    processes that train the model together, the one of the lowest rank stores it.
 
-    Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the model
-    is that client's: its numbers belong to the federation's run, and nothing is stored here. Of several processes that
-    train the model together, the one of the lowest rank stores it.
+    Args:
+        model: The module that trains.
+        optimizer: Its optimiser; found by its parameters if left out.
+        store: The file that the run is written to, or an address.
+        run: A name for people.
+        steps: Optimiser steps that count as one round of the node «model».
+        data: Samples to measure the model's fit on, as `Monitor.client` takes them.
+        loss: The loss function for these.
+        settings: Settings of `fv.Monitor`: probes, sinks, detectors, privacy, config, seed...
+
+    Returns:
+        A context manager that gives the monitor, or the client's scope.
     """
     if isinstance(optimizer, str | os.PathLike):
         raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")

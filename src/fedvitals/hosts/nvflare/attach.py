@@ -38,14 +38,23 @@ def attach(
     cure: str | None = None,
     trainers: bool = True,
 ) -> What:
-    """Let fedvitals watch a recipe or a FedJob. Returns the same object; call it before `execute`, `run` or `export`.
+    """Let fedvitals watch a recipe or a FedJob; call it before `execute`, `run` or `export`.
 
-    `store`: a file of the server's machine, or postgresql://...; a relative path is relative to this process's folder.
-    `run`: a name for people, by default the job's. `probes`: «light», «standard» or «deep», for `fv.watch` in a site's
-    script. `privacy`: what may leave a site, and be kept, 0 to 4, by default 2; a site may say less (docs/nvflare.md).
-    `tracebacks`: whole tracebacks of sites that fail, which may quote data. `guard`: what to do with an update that
-    contains NaN or infinity: «report», «drop» or «fail». `cure`: «off», «suggest» or «auto» (docs/cure.md).
-    `trainers`: whether to watch training scripts in processes of their own, too.
+    Args:
+        what: The recipe or the FedJob.
+        store: A file of the server's machine, or postgresql://...; a relative path is relative to this process's
+            folder.
+        run: A name for people, by default the job's.
+        probes: «light», «standard» or «deep», for `fv.watch` in a site's script.
+        privacy: What may leave a site, and be kept, 0 to 4, by default 2; a site's own FEDVITALS_PRIVACY may lower
+            it.
+        tracebacks: Whether sites send the traceback of an exception, which may quote data.
+        guard: What to do with a result that contains NaN or infinity: «report», «drop» or «fail».
+        cure: As of `fv.Monitor`.
+        trainers: Whether to watch training scripts in processes of their own, too.
+
+    Returns:
+        The same object as `what`.
     """
     job = _job_of(what)
     if any(isinstance(watch, ServerWatch) for watch in _filters_of(job, server=True)):

@@ -135,7 +135,11 @@ def weighted_mean(states: Tensor, samples: Tensor) -> Tensor:
 
 
 class FedAvg(Aggregator, frozen=True):
-    """The mean weighted by samples (McMahan et al. 2017), with a server learning rate."""
+    """The mean weighted by samples (McMahan et al. 2017).
+
+    Args:
+        server_learning_rate: The factor of the mean change; 1 is plain FedAvg.
+    """
 
     server_learning_rate: float = 1.0
 
@@ -154,7 +158,12 @@ class FedAvg(Aggregator, frozen=True):
 
 
 class FedAvgM(Aggregator, frozen=True):
-    """FedAvg with server momentum (Hsu, Qi, Brown 2019): v ← β·v + Δ, x ← x + η·v, where Δ = mean − x."""
+    """FedAvg with server momentum (Hsu, Qi, Brown 2019): v ← β·v + Δ, x ← x + η·v, where Δ = mean − x.
+
+    Args:
+        momentum: β.
+        learning_rate: η.
+    """
 
     momentum: float = 0.9
     learning_rate: float = 1.0
@@ -211,6 +220,12 @@ class FedAdam(Adaptive, frozen=True):
     """Adam at the server (Reddi et al. 2021, algorithm 2): x ← x + η·m / (√v + τ), without bias correction.
 
     β₁, β₂ and τ are the paper's. The paper tunes η on a grid for each task, so 0.01 is only a starting point.
+
+    Args:
+        learning_rate: η.
+        beta1: How slowly the mean of changes forgets.
+        beta2: How slowly the mean of squared changes forgets.
+        tau: τ, added to the denominator.
     """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
@@ -218,7 +233,14 @@ class FedAdam(Adaptive, frozen=True):
 
 
 class FedYogi(Adaptive, frozen=True):
-    """Yogi at the server (Reddi et al. 2021): like FedAdam, but v moves towards Δ² by steps of (1 − β₂)·Δ²."""
+    """Yogi at the server (Reddi et al. 2021): like FedAdam, but v moves towards Δ² by steps of (1 − β₂)·Δ².
+
+    Args:
+        learning_rate: η.
+        beta1: How slowly the mean of changes forgets.
+        beta2: How slowly the mean of squared changes forgets.
+        tau: τ, added to the denominator.
+    """
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * squared * torch.sign(v - squared)

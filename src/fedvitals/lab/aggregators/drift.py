@@ -81,6 +81,9 @@ class Scaffold(DriftCorrection, frozen=True):
     """SCAFFOLD, option II (Karimireddy et al. 2020): gradients are shifted by c − cᵢ; cᵢ ← cᵢ − c + (x − yᵢ) / Σ η.
 
     Clients train with plain SGD. c and cᵢ are sent beside the models, uncompressed.
+
+    Args:
+        server_learning_rate: The factor of the mean change.
     """
 
     server_learning_rate: float = 1.0
@@ -117,6 +120,9 @@ class FedDyn(DriftCorrection, frozen=True):
     """FedDyn (Acar et al. 2021): clients minimise fᵢ(θ) − ⟨hᵢ, θ⟩ + α/2·‖θ − x‖²; hᵢ ← hᵢ − α·(θᵢ − x).
 
     The server's h is the mean of all hᵢ, and its new model the mean of the updates minus h / α.
+
+    Args:
+        alpha: α, the strength of the regularisation.
     """
 
     alpha: float = 0.1

@@ -71,9 +71,11 @@ class Robust(Aggregator, frozen=True):
 
 
 class TrimmedMean(Robust, frozen=True):
-    """Coordinate-wise mean without the `fraction` at each end (Yin et al. 2018).
+    """Coordinate-wise mean without both ends (Yin et al. 2018). Of n clients ⌊fraction·n⌋ are cut at each end, so with
+    fewer than 1 / fraction of them it is the plain mean.
 
-    Of n clients ⌊fraction·n⌋ are cut at each end, so with fewer than 1 / fraction of them it is the plain mean.
+    Args:
+        fraction: The share that is cut at each end.
     """
 
     fraction: float = 0.1
@@ -96,6 +98,9 @@ class Krum(Robust, frozen=True):
     """The state whose n − faulty − 2 nearest neighbours are closest, in squared distance (Blanchard et al. 2017).
 
     Distances are between trained weights; the chosen state is used whole. It needs n ≥ 2·faulty + 3 updates.
+
+    Args:
+        faulty: How many updates may be faulty.
     """
 
     faulty: int
@@ -112,7 +117,12 @@ class Krum(Robust, frozen=True):
 
 
 class MultiKrum(Robust, frozen=True):
-    """The mean of the `keep` states with the best Krum scores; by default as many as are not faulty."""
+    """The mean of the states with the best Krum scores.
+
+    Args:
+        faulty: How many updates may be faulty.
+        keep: How many states are averaged; by default as many as are not faulty.
+    """
 
     faulty: int
     keep: int | None = None
@@ -135,9 +145,12 @@ class MultiKrum(Robust, frozen=True):
 
 class GeometricMedian(Robust, frozen=True):
     """The point with the smallest sum of distances to the states, by smoothed Weiszfeld (RFA: Pillutla et al. 2022).
+    Distances are between trained weights.
 
-    It stops after `iterations`, or once a step is below `tolerance` of the mean distance. Distances are between trained
-    weights, and are at least `smoothing`.
+    Args:
+        iterations: Steps at most.
+        tolerance: It stops once a step is below this share of the mean distance.
+        smoothing: The least distance that is used.
     """
 
     iterations: int = 1000
@@ -164,6 +177,9 @@ class NormClipping(Robust, frozen=True):
     Without a norm the bound is the median of the round's norms, for which all states are kept. Norms are those of the
     trained weights; a client's whole difference is scaled. A non-finite difference is clipped to zero, so it counts as
     the server's state.
+
+    Args:
+        norm: The bound; None: the median of the round's norms, for which all states are kept.
     """
 
     norm: float | None = None

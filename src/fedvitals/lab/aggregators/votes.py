@@ -19,8 +19,11 @@ from fedvitals.lab.engines.tasks import Node
 
 
 class MajorityVote(Aggregator, frozen=True):
-    """Each weight moves by `learning_rate` in the direction that most clients want, whatever their samples; on a tie it
+    """Each weight moves by a fixed step in the direction that most clients want, whatever their samples; on a tie it
     stays. Pairs with the compression `sign`, whose magnitudes it ignores. Buffers are averaged.
+
+    Args:
+        learning_rate: The step.
     """
 
     learning_rate: float = 0.001

@@ -23,15 +23,25 @@ NUMBER_BINS = 10  # into which partitions divide targets that are numbers
 class Arrays:
     """Samples [N, ...] and their targets, for training and for the server's test; arrays or tensors.
 
-    Images are [N, channels, height, width], sequences [N, steps, features], vectors [N, features], tokens integers [N,
-    steps]. uint8 is divided by 255 when used. Without a test set, a fixed fifth of the samples becomes one. `groups`
-    says which samples belong together (one person, one physical sign), for the partitions `natural` and
-    `group_per_client`.
+    Images are [N, channels, height, width], sequences [N, steps, features], vectors [N, features], tokens integers
+    [N, steps]. uint8 is divided by 255 when used.
 
-    Targets are classes (integers [N]), numbers (floats [N] or [N, K]), several labels (booleans [N, L]), or one token
-    per step (integers [N, steps]; -100 does not count). With `tasks`, such as (10, 1), each column of [N, tasks] is a
-    task: a class out of 10, and a number. With `reconstruct`, the model's targets are its inputs, and y only says who
-    gets which samples.
+    Targets are classes (integers [N]), numbers (floats [N] or [N, K]), several labels (booleans [N, L]), or one
+    token per step (integers [N, steps]; -100 does not count).
+
+    Args:
+        x: The inputs.
+        y: Their targets.
+        test_x: Inputs of the server's test; without them a fixed fifth of the samples becomes the test set.
+        test_y: Their targets.
+        groups: Which samples belong together (one person, one physical sign), for the partitions `natural` and
+            `group_per_client`.
+        classes: The number of classes; None: the largest label and one.
+        name: The name that is kept with the run.
+        tasks: The outputs of each task, such as (10, 1): each column of the targets is a task, here a class out of
+            10 and a number.
+        reconstruct: Whether the model's targets are its inputs; y then only says who gets which samples.
+        public: Samples that nobody holds, for pretraining.
     """
 
     x: Any

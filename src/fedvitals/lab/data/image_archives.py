@@ -26,7 +26,12 @@ Numbers = np.ndarray[Any, Any]
 
 
 class FashionMNIST(PublishedDataset, frozen=True):
-    """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017), or a subset."""
+    """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017), or a subset.
+
+    Args:
+        samples: How many training images to use; by default all.
+        test_samples: How many test images to use; by default all.
+    """
 
     files: ClassVar[tuple[str, ...]] = (
         "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte",
@@ -59,6 +64,10 @@ class CIFAR10(PublishedDataset, frozen=True):
     """50,000 and 10,000 colour images, 32 × 32 (A. Krizhevsky 2009), or a subset.
 
     The JPEG copy (`cifar10_jpeg.npz`) does not have the original pixels; a data set read from it is named accordingly.
+
+    Args:
+        samples: How many training images to use; by default all.
+        test_samples: How many test images to use; by default all.
     """
 
     page: ClassVar[str] = "https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -44,10 +44,13 @@ class IID(Description, frozen=True):
 
 
 class Dirichlet(Description, frozen=True):
-    """Label skew: each class is divided in shares drawn from a Dirichlet distribution; a smaller α means more skew.
+    """Label skew: each class is divided in shares drawn from a Dirichlet distribution. Clients with too few samples
+    receive some from the largest ones.
 
-    With `sigma` there is quantity skew as well: a client's shares of all classes are multiplied by a log-normal factor
-    of its own. Clients with too few samples receive some from the largest ones.
+    Args:
+        alpha: The concentration; smaller means more skew.
+        sigma: Quantity skew: a client's shares of all classes are multiplied by a log-normal factor with this σ; 0:
+            none.
     """
 
     alpha: float = 0.3
@@ -86,6 +89,9 @@ class ClassesPerClient(Description, frozen=True):
     """Each client holds samples of exactly this many classes; a class is cut into equal parts for its holders.
 
     A class gets holders in proportion to its size, so that clients hold similar amounts.
+
+    Args:
+        classes: How many classes each client holds.
     """
 
     classes: int = 2
@@ -139,7 +145,11 @@ class ClassesPerClient(Description, frozen=True):
 
 
 class QuantitySkew(Description, frozen=True):
-    """Sizes drawn from a log-normal distribution, labels as in the whole; sigma 0 is equal, 1 some 10 : 1."""
+    """Sizes drawn from a log-normal distribution, labels as in the whole; sigma 0 is equal, 1 some 10 : 1.
+
+    Args:
+        sigma: σ of the log-normal distribution: 0 is equal, 1 some 10 : 1.
+    """
 
     sigma: float = 1.0
 
@@ -154,9 +164,11 @@ class QuantitySkew(Description, frozen=True):
 
 
 class FeatureShift(Description, frozen=True):
-    """Equal shares, but each client's camera differs: brightness and rotation drawn uniformly from ± these.
+    """Equal shares, but each client's camera differs.
 
-    Brightness 0.5 draws factors from 0.5 to 1.5; rotation is in degrees.
+    Args:
+        brightness: Factors are drawn from 1 ± this.
+        rotation: Angles are drawn from ± this, in degrees.
     """
 
     brightness: float = 0.5
@@ -179,6 +191,9 @@ class PermutedLabels(Description, frozen=True):
 
     Group 0 keeps the data set's labels; every other group has a random permutation of its own, for training and local
     tests alike. No single model fits all groups.
+
+    Args:
+        groups: The number of groups; client i is in group i modulo `groups`.
     """
 
     groups: int = 2

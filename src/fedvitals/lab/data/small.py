@@ -22,7 +22,8 @@ TARGETS = ("classes", "numbers", "labels", "tasks", "tokens", "inputs")
 class Digits(Description, frozen=True):
     """1,797 hand-written digits, 8 × 8 grey pixels from 0 to 1; a fixed fifth of them is the test set.
 
-    With `reconstruct`, a model is to give back its input instead of naming the digit.
+    Args:
+        reconstruct: Whether a model is to give back its input instead of naming the digit.
     """
 
     reconstruct: bool = False
@@ -50,15 +51,22 @@ def _digits_by_import() -> np.ndarray[Any, Any]:
 
 
 class Synthetic(Description, frozen=True):
-    """Classes as Gaussian clouds of spread 1, each around a centre at the distance `separation` from 0.
+    """Classes as Gaussian clouds of spread 1, each around a centre of its own.
 
-    With `sequence`, a sample is that many steps of `features` numbers, and the class determines the mean over the steps
-    (each step is as noisy as a vector would be). With `vocabulary` as well, it is that many tokens, drawn from the
-    class's own distribution, whose log-probabilities spread with `separation`. The test set is a fifth of `samples`.
+    A sequence's class determines the mean over its steps (each step is as noisy as a vector would be); tokens are
+    drawn from the class's own distribution. The test set is a fifth of `samples`.
 
-    `targets` are «classes»; or of the same samples «numbers» (one, a smooth function of the sample), «labels» (as many
-    as `classes`, each true on one side of a random plane), «tasks» (the class and the number), «tokens» (of token
-    sequences: a tag of each step that depends on the token and the one before it, of `classes` tags), or «inputs».
+    Args:
+        samples: The number of training samples.
+        features: Numbers in a sample, or in a step of a sequence.
+        classes: The number of classes.
+        separation: The distance of the centres from 0; of tokens, how much their log-probabilities spread.
+        sequence: Steps in a sample; None: samples are vectors.
+        vocabulary: With `sequence`: samples are tokens, so many different ones.
+        seed: The seed of the data, apart from the experiment's.
+        targets: «classes»; or of the same samples «numbers» (one, a smooth function of the sample), «labels» (as
+            many as `classes`, each true on one side of a random plane), «tasks» (the class and the number), «tokens»
+            (of token sequences: a tag of each step that depends on the token and the one before it), or «inputs».
     """
 
     samples: int = 4000

@@ -17,8 +17,9 @@ from fedvitals.lab.streams import stream
 class Tabular(Description, frozen=True):
     """One of scikit-learn's own tables, each column scaled to mean 0 and variance 1.
 
-    `diabetes` (442 samples) and `linnerud` (20 samples, 3 numbers each) have numbers as targets, scaled likewise;
-    `breast_cancer` (569), `wine` (178) and `iris` (150) have classes.
+    Args:
+        name: `diabetes` (442 samples) and `linnerud` (20 samples, 3 numbers each) have numbers as targets, scaled
+            likewise; `breast_cancer` (569), `wine` (178) and `iris` (150) have classes.
     """
 
     name: Literal["diabetes", "linnerud", "breast_cancer", "wine", "iris"] = "breast_cancer"
@@ -46,10 +47,16 @@ def _scaled(columns: Any) -> np.ndarray[Any, Any]:
 
 
 class TimeSeries(Description, frozen=True):
-    """Generated series, each a sum of two seasons, a random walk and noise; the target is the next value.
+    """Generated series, each a sum of two seasons, a random walk and noise; the target is the next value. The windows
+    of one series are a group, for the partitions `natural` and `group_per_client`. The last fifth of each series is
+    the test set.
 
-    A sample is a window of `steps` values, [steps, 1]. `series` of them are generated, and the windows of one series
-    are a group, for the partitions `natural` and `group_per_client`. The last fifth of each series is the test set.
+    Args:
+        series: How many are generated.
+        length: Values in a series.
+        steps: Values in a sample, which is [steps, 1].
+        noise: The noise's standard deviation.
+        seed: The seed of the data, apart from the experiment's.
     """
 
     series: int = 40

@@ -22,11 +22,17 @@ EXCLUDED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 
 
 class Text(Description, frozen=True):
-    """Blocks of `steps` bytes with the byte that follows each of them as its target: language modelling, 256 tokens.
+    """Language modelling on bytes: blocks of text with the byte that follows each byte as its target, 256 tokens.
 
-    Each subfolder of `folder` is a package: a group, for the partitions `group_per_client` and `natural`. Files that
-    lie in the folder itself are public: nobody holds them, and a model can be pretrained on them. Without a folder it
-    is Python's standard library. Of each package the first `package_bytes` are used, of the `packages` largest ones.
+    Each subfolder is a package: a group, for the partitions `group_per_client` and `natural`. Files that lie in the
+    folder itself are public: nobody holds them, and a model can be pretrained on them.
+
+    Args:
+        folder: The folder; None: Python's standard library.
+        pattern: Which files are read.
+        steps: Bytes in a block.
+        package_bytes: The first so many bytes of each package are used.
+        packages: How many packages are used, the largest first.
     """
 
     folder: str | None = None

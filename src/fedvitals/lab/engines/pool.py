@@ -267,7 +267,7 @@ def _without_states(update: Update) -> tuple[Any, ...]:
 
 
 def _failed_updates(tasks: Sequence[Task], rows: Tensor, code: int | None) -> Iterator[Update]:
-    killed = code == -signal.SIGKILL
+    killed = code == -9  # by SIGKILL, which Windows has not
     how = "was killed (signal 9), as the kernel does when memory runs out," if killed else f"died (exit code {code})"
     error, kind = f"The worker process {how} while it trained this client.", "WorkerKilled" if killed else "WorkerDied"
     row = 0

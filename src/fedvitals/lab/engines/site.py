@@ -30,7 +30,17 @@ from fedvitals.lab.state import StateLayout
 
 @dataclass(frozen=True)
 class Site:
-    """The data, partition and initial model of an experiment."""
+    """The data, partition and initial model of an experiment.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set, loaded.
+        shards: Each client's samples, as dealt; `shard` is what a client has in a round.
+        module: The model as initialised; nobody trains it.
+        layout: Where each tensor lies in a flat state.
+        loss: The loss.
+        home: The layout of what clients keep at home; None: nothing.
+    """
 
     experiment: Experiment
     dataset: Dataset

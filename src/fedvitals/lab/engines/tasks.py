@@ -28,13 +28,29 @@ which they begin the next one. It is a function of a module, since it goes to wo
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The local training of one group in one round; a client that trains alone is a group of one."""
+    """The local training of one group in one round; a client that trains alone is a group of one.
+
+    Args:
+        round: The round.
+        nodes: The clients.
+        start: The flat state that all of them begin with.
+        group: The edge, cluster or ring.
+        exchange: What members do with their states between local iterations; None: nothing.
+        every: Local iterations between two exchanges.
+        iterations: Instead of the experiment's.
+        parent: Who hands out the model and takes the updates.
+        local: Settings instead of the experiment's: a correction.
+        stop_at_nonfinite: Whether a loss that is not finite ends a client's training: a correction.
+        homes: What each member has at home, flat.
+        shift: Added to every gradient.
+    """
 
     round: int
     nodes: tuple[Node, ...]
     start: Tensor  # [size], for all members
     group: str | None = None
     exchange: Exchange | None = None
+    every: int = 1  # local iterations between two exchanges
     iterations: int | None = None  # instead of the experiment's
     parent: Node = "server"  # who hands out the model and takes the updates
     local: Local | None = None  # settings instead of the experiment's: a correction
@@ -45,7 +61,22 @@ class Task:
 
 @dataclass(slots=True)
 class Update:
-    """What one client sends at the end of its local training. Faults change it on its way."""
+    """What one client sends at the end of its local training. Faults change it on its way.
+
+    Args:
+        node: The client.
+        state: Its flat state; replaced, never modified; valid until the next update is taken, unless it is cloned.
+        start: What it was trained from.
+        samples: The number of samples that it reports.
+        group: The edge, cluster or ring.
+        losses: The loss of each local batch.
+        steps: Local steps.
+        seconds: Of real computing.
+        sent: Whether faults of its sending have been applied.
+        error: Why there is nothing to use: the client failed, and `state` is its start.
+        error_type: The class of the exception.
+        home: What the client keeps at home; it is not sent.
+    """
 
     node: Node
     state: Tensor  # [size]; replaced, never modified; valid until the next update is taken, unless it is cloned

@@ -253,7 +253,7 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
         for m in members:
             if step < m.steps and m.error is None:
                 m.step(step)
-        if task.exchange is not None and step < last:
+        if task.exchange is not None and step < last and (step + 1) % task.every == 0:
             _exchange(task, members, out)
     for m, row in zip(members, out, strict=True):
         if m.error is None:

@@ -40,10 +40,16 @@ def _patch(cells: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Backdoor(Fault, frozen=True):
-    """An attacker who trains in a trigger: a `share` of its samples carries it and is labelled `target`.
+    """An attacker who trains in a trigger: some of its samples carry it, with a label of its choice.
 
-    BadNets, Gu, Dolan-Gavitt and Garg 2017. The trigger is a patch: the last `size` × `size` pixels of an image, or the
-    last `size` features of a vector, are set to `value`.
+    BadNets, Gu, Dolan-Gavitt and Garg 2017. The trigger is a patch in the last corner of an image, or the last
+    features of a vector.
+
+    Args:
+        share: The share of its samples that carries the trigger.
+        target: The label that they get.
+        size: The patch has `size` × `size` pixels, or so many features.
+        value: What these are set to.
     """
 
     share: Share = 0.5
@@ -83,8 +89,14 @@ class Backdoor(Fault, frozen=True):
 class DistributedBackdoor(Backdoor, frozen=True):
     """Attackers who divide a trigger among them: each trains in a part of it, and the whole is used later.
 
-    DBA, Xie, Huang, Chen and Li 2020. The patch is cut into as many equal pieces as there are nodes, row by row; `part`
-    is which of them a node has, by default its place among the nodes.
+    DBA, Xie, Huang, Chen and Li 2020. The patch is cut into as many equal pieces as there are nodes, row by row.
+
+    Args:
+        share: The share of its samples that carries the trigger.
+        target: The label that they get.
+        size: The patch has `size` × `size` pixels, or so many features.
+        value: What these are set to.
+        part: Which piece the node has; by default its place among the nodes.
     """
 
     part: int | None = None
@@ -115,11 +127,15 @@ class DistributedBackdoor(Backdoor, frozen=True):
 
 
 class EdgeCaseBackdoor(Fault, frozen=True):
-    """An attacker who mislabels what is rare: the most unusual inputs of class `source` are taught as `target`.
+    """An attacker who mislabels what is rare: the most unusual inputs of a class are taught as another.
 
-    «Attack of the tails», Wang et al. 2020. Unusual are the `tail` share of the class's samples that lie farthest from
-    its mean. A `share` of the attacker's samples is replaced by its own unusual ones, with the wrong label. The attack
-    succeeds on the unusual test samples of the class.
+    «Attack of the tails», Wang et al. 2020. The attack succeeds on the unusual test samples of the class.
+
+    Args:
+        source: The class whose unusual inputs are used.
+        target: The class that they are taught as.
+        share: The share of the attacker's samples that is replaced by unusual ones.
+        tail: The share of the class's samples that counts as unusual: those farthest from its mean.
     """
 
     source: Index = 0
@@ -174,7 +190,14 @@ class Neurotoxin(Backdoor, frozen=True):
     """A backdoor that lasts: the update leaves alone the weights that the server's last step has moved most.
 
     Neurotoxin, Zhang et al. 2022: the honest clients will hardly move the others, so what is learnt there stays. The
-    `top` share of the weights is masked. The paper masks each local step; here the whole update is masked, once.
+    paper masks each local step; here the whole update is masked, once.
+
+    Args:
+        share: The share of its samples that carries the trigger.
+        target: The label that they get.
+        size: The patch has `size` × `size` pixels, or so many features.
+        value: What these are set to.
+        top: The share of the weights that is left alone.
     """
 
     top: Share = 0.1
@@ -196,9 +219,16 @@ class Neurotoxin(Backdoor, frozen=True):
 class ModelReplacement(Backdoor, frozen=True):
     """A backdoor that takes over at once: the update is so long that the average becomes the attacker's own model.
 
-    «How to backdoor federated learning», Bagdasaryan et al. 2020: the update is multiplied by n / η, or by `factor`:
-    n is the inverse of the attackers' share of all samples, η the server's learning rate. As far as the others' updates
-    cancel out, as they nearly do once the model has converged, the new global model is the attacker's.
+    «How to backdoor federated learning», Bagdasaryan et al. 2020. As far as the others' updates cancel out, as they
+    nearly do once the model has converged, the new global model is the attacker's.
+
+    Args:
+        share: The share of its samples that carries the trigger.
+        target: The label that they get.
+        size: The patch has `size` × `size` pixels, or so many features.
+        value: What these are set to.
+        factor: What the update is multiplied by; None: n / η, where n is the inverse of the attackers' share of all
+            samples and η the server's learning rate.
     """
 
     factor: float | None = None

@@ -78,7 +78,11 @@ def search_maximum(objective: Callable[[float], float], evaluations: int, step: 
 
 
 class OptimalLittleIsEnough(_OptimalAttack, frozen=True):
-    """Colluding attackers who know the server's rule: all send mean + τ · deviation, with the worst τ for that rule."""
+    """Colluding attackers who know the server's rule: all send mean + τ · deviation, with the worst τ for that rule.
+
+    Args:
+        evaluations: How often the server's rule may be tried to find τ.
+    """
 
     issue: ClassVar[str] = "byzantine"
 
@@ -88,7 +92,11 @@ class OptimalLittleIsEnough(_OptimalAttack, frozen=True):
 
 
 class OptimalInnerProduct(_OptimalAttack, frozen=True):
-    """Colluding attackers who know the server's rule: all send −τ · mean, with the worst τ for that rule."""
+    """Colluding attackers who know the server's rule: all send −τ · mean, with the worst τ for that rule.
+
+    Args:
+        evaluations: How often the server's rule may be tried to find τ.
+    """
 
     issue: ClassVar[str] = "byzantine"
 
@@ -97,10 +105,11 @@ class OptimalInnerProduct(_OptimalAttack, frozen=True):
 
 
 class Mimic(Fault, frozen=True):
-    """Colluding attackers who give one honest client more weight: all send the update of the same one.
+    """Colluding attackers who give one honest client more weight: all send the update of the same one. Karimireddy, He
+    and Jaggi 2022. Nothing in it is wrong, but with different data the model drifts to that client's.
 
-    Karimireddy, He and Jaggi 2022. Nothing in it is wrong, but with different data the model drifts to that client's.
-    `victim` is its place among the honest clients of the round.
+    Args:
+        victim: Its place among the honest clients of the round.
     """
 
     victim: Index = 0
@@ -119,9 +128,15 @@ class Mimic(Fault, frozen=True):
 
 
 class Sybils(LabelFlip, frozen=True):
-    """One attacker with many accounts: they flip the same labels and all send nearly the same update.
+    """One attacker with many accounts: they flip the same labels and all send nearly the same update, the mean of what
+    they have learnt.
 
-    It is the mean of what they have learnt, `strength` times as long, and each adds noise of `difference` of its norm.
+    Args:
+        source: The class that is relabelled.
+        target: The label that it gets.
+        rate: The share of its samples.
+        strength: How many times as long the update is.
+        difference: The norm of the noise that each adds, as a share of the update's.
     """
 
     strength: Positive = 1.0

@@ -33,9 +33,11 @@ def refuse_tokens(fault: Fault, form: SampleForm) -> None:
 
 
 class LabelNoise(Fault, frozen=True):
-    """An annotator who guesses: a share of the labels is replaced, each by a random other class.
+    """An annotator who guesses: some labels are replaced, each by a random other class. Of targets per step, a share of
+    the steps is replaced; targets that are no classes are exchanged between samples.
 
-    Of targets per step, a share of the steps is replaced; targets that are no classes are exchanged between samples.
+    Args:
+        rate: The share of the labels.
     """
 
     rate: Share = 0.8
@@ -53,7 +55,13 @@ class LabelNoise(Fault, frozen=True):
 
 
 class LabelFlip(Fault, frozen=True):
-    """One class mistaken for another: samples of class `source` are labelled `target`."""
+    """One class mistaken for another.
+
+    Args:
+        source: The class that is relabelled.
+        target: The label that it gets.
+        rate: The share of its samples.
+    """
 
     source: Index = 0
     target: Index = 1
@@ -75,7 +83,11 @@ class LabelFlip(Fault, frozen=True):
 
 
 class MissingClasses(Fault, frozen=True):
-    """A client that never sees some classes: its samples of them are removed."""
+    """A client that never sees some classes: its samples of them are removed.
+
+    Args:
+        missing: The classes.
+    """
 
     missing: tuple[int, ...] = (0,)
 
@@ -100,7 +112,11 @@ class MissingClasses(Fault, frozen=True):
 
 
 class InputNoise(Fault, frozen=True):
-    """A bad sensor: noise on every input, `deviation` times the standard deviation of the client's data."""
+    """A bad sensor: noise on every input.
+
+    Args:
+        deviation: The noise's standard deviation, as a multiple of that of the client's data.
+    """
 
     deviation: Positive = 1.0
     strength_field: ClassVar[str | None] = "deviation"
@@ -114,7 +130,11 @@ class InputNoise(Fault, frozen=True):
 
 
 class InputScale(Fault, frozen=True):
-    """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1: every input is multiplied by a factor."""
+    """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1.
+
+    Args:
+        factor: What every input is multiplied by.
+    """
 
     factor: Positive = 255.0
     strength_field: ClassVar[str | None] = "factor"
@@ -133,8 +153,10 @@ class InputScale(Fault, frozen=True):
 
 class GroupLeftBehind(Fault, frozen=True):
     """Clients whose cameras are mounted upside down: a group with rotated inputs, which the average model serves worse.
+    Images are rotated by 180°, other inputs reversed.
 
-    Images are rotated by 180°, other inputs reversed, for a `share` of each client's samples.
+    Args:
+        share: The share of each client's samples.
     """
 
     share: Share = 1.0
@@ -148,9 +170,11 @@ class GroupLeftBehind(Fault, frozen=True):
 
 
 class DominantClient(Fault, frozen=True):
-    """A client much larger than the others: its samples, and correctly its sample count, are `factor` times as many.
+    """A client much larger than the others. Its samples are repeated, so an average weighted by samples is nearly its
+    model.
 
-    The same samples are repeated; what matters is that an average weighted by samples is nearly this client's model.
+    Args:
+        factor: How many times as many samples it has, and correctly reports.
     """
 
     factor: Several = 20

@@ -64,10 +64,15 @@ class ModelHistory(Protocol):
 
 
 class Fault(Description, frozen=True, kw_only=True):
-    """A fault that affects `nodes` (names, or "all") from round `since` to `until`, both included.
+    """A fault of a node, or of the whole federation, in some rounds.
 
-    With `every` it acts in one of so many rounds, the first of them `since`. With `ramp` its strength grows linearly
-    over so many rounds: in round `since` it is 1/ramp of the whole, and whole from round `since` + `ramp` − 1 on.
+    Args:
+        nodes: The names of the nodes that it affects, or "all".
+        since: The first round.
+        until: The last round; None: to the end.
+        every: It acts in one of so many rounds, the first of them `since`; None: in all.
+        ramp: Its strength grows linearly over so many rounds: in round `since` it is 1/ramp of the whole, and whole
+            from round `since` + `ramp` − 1 on.
     """
 
     nodes: tuple[str, ...] | str

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class Overfitting(RunFault, frozen=True):
-    """Too much training on too little data: a client has `samples` samples and trains on them for `epochs` epochs."""
+    """Too much training on too little data.
+
+    Args:
+        samples: How many samples the client has.
+        epochs: How many epochs it trains on them.
+    """
 
     samples: Count = 16
     epochs: Count = 50
@@ -34,7 +39,13 @@ class Overfitting(RunFault, frozen=True):
 
 
 class ClientDrift(RunFault, frozen=True):
-    """Clients that drift apart: each knows few classes and trains long with a high rate between two aggregations."""
+    """Clients that drift apart: each knows few classes and trains long with a high rate between two aggregations.
+
+    Args:
+        classes: How many classes each client knows.
+        iterations: Local iterations between two aggregations.
+        factor: The learning rate, as a multiple of the experiment's.
+    """
 
     classes: Count = 2
     iterations: Count = 100
@@ -66,7 +77,11 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
 
 
 class ServerRateTooHigh(_ServerRate, frozen=True):
-    """An untuned server learning rate: the server's step is `factor` times too large."""
+    """An untuned server learning rate: the server's step is `factor` times too large.
+
+    Args:
+        factor: How many times too large the server's step is.
+    """
 
     factor: Positive = 3.0
     issue: ClassVar[str] = "divergence"
@@ -77,7 +92,11 @@ class ServerRateTooHigh(_ServerRate, frozen=True):
 
 
 class ServerRateTooLow(_ServerRate, frozen=True):
-    """An untuned server learning rate: the server takes only `factor` of its step."""
+    """An untuned server learning rate: the server takes only `factor` of its step.
+
+    Args:
+        factor: The share of its step that the server takes.
+    """
 
     factor: Positive = 0.05
     issue: ClassVar[str] = "plateau"

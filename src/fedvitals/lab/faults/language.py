@@ -35,7 +35,11 @@ class _AdapterFault(Fault, frozen=True):
 
 
 class RankCollapse(_AdapterFault, frozen=True):
-    """An adapter that has collapsed to `rank` directions: the others are 0 when the client begins, and stay so."""
+    """An adapter that has collapsed to few directions: the others are 0 when the client begins, and stay so.
+
+    Args:
+        rank: The number of directions that are left.
+    """
 
     rank: Count = 1
     issue: ClassVar[str] = "unusual_client"
@@ -49,7 +53,11 @@ class RankCollapse(_AdapterFault, frozen=True):
 
 
 class AdapterScale(_AdapterFault, frozen=True):
-    """A client with another α/r in its configuration: `factor` times that of the others."""
+    """A client with another α/r in its configuration: `factor` times that of the others.
+
+    Args:
+        factor: The client's α/r, as a multiple of the others'.
+    """
 
     factor: Positive = 8.0
     issue: ClassVar[str] = "wrong_learning_rate"
@@ -63,7 +71,12 @@ class AdapterScale(_AdapterFault, frozen=True):
 
 
 class Forgetting(Fault, frozen=True):
-    """A client that learns a few samples by heart and forgets the rest: it trains `factor` times as long on them."""
+    """A client that learns a few samples by heart and forgets the rest.
+
+    Args:
+        samples: How many samples it trains on.
+        factor: How many times as long it trains on them.
+    """
 
     samples: Count = 1
     factor: Count = 4
@@ -85,7 +98,11 @@ def _require_tokens(fault: Fault, x: Tensor, y: Tensor) -> None:
 
 
 class Padding(Fault, frozen=True):
-    """Padding that nobody masked: the last `share` of each text is token 0, which the client learns to predict."""
+    """Padding that nobody masked: the end of each text is token 0, which the client learns to predict.
+
+    Args:
+        share: The share of each text.
+    """
 
     share: Share = 0.5
     issue: ClassVar[str] = "unusual_client"
@@ -97,7 +114,11 @@ class Padding(Fault, frozen=True):
 
 
 class ShortTexts(Fault, frozen=True):
-    """Texts that were cut: only the first `share` of each is left; the rest is padding, rightly ignored."""
+    """Texts that were cut: only the beginning of each is left; the rest is padding, rightly ignored.
+
+    Args:
+        share: The share that is left.
+    """
 
     share: Share = 0.1
     issue: ClassVar[str] = "unusual_client"

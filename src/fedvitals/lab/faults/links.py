@@ -21,7 +21,11 @@ def _happens(rate: float, stream: torch.Generator) -> bool:
 
 
 class DropOut(Fault, frozen=True):
-    """A client that is unavailable, in each round with this probability."""
+    """A client that is unavailable in some rounds.
+
+    Args:
+        rate: The probability in each round.
+    """
 
     rate: Share = 1.0
     strength_field: ClassVar[str | None] = "rate"
@@ -31,7 +35,11 @@ class DropOut(Fault, frozen=True):
 
 
 class Straggler(Fault, frozen=True):
-    """A slow or busy machine: the client computes `factor` times as long."""
+    """A slow or busy machine.
+
+    Args:
+        factor: How many times as long the client computes.
+    """
 
     factor: AboveOne = 10.0
     strength_field: ClassVar[str | None] = "factor"
@@ -42,9 +50,11 @@ class Straggler(Fault, frozen=True):
 
 
 class Timeout(Fault, frozen=True):
-    """A connection that hangs: the upload takes this many seconds longer.
+    """A connection that hangs: the upload takes longer. The update is late if the network has a deadline; a server
+    without one waits.
 
-    The update is late if the network has a deadline; a server without one waits.
+    Args:
+        seconds: By how much.
     """
 
     seconds: Positive = 3600.0
@@ -55,7 +65,11 @@ class Timeout(Fault, frozen=True):
 
 
 class LostMessage(Fault, frozen=True):
-    """A dropped connection: the update never arrives, in each round with this probability."""
+    """A dropped connection: the update never arrives.
+
+    Args:
+        rate: The probability in each round.
+    """
 
     rate: Share = 1.0
     issue: ClassVar[str] = "communication_failure"
@@ -66,9 +80,13 @@ class LostMessage(Fault, frozen=True):
 
 
 class CorruptedMessage(Fault, frozen=True):
-    """Flipped bits: a checksum tells the receiver that the update is unusable, or (`silent`) goes unnoticed.
+    """Flipped bits: a checksum tells the receiver that the update is unusable, or it goes unnoticed.
 
-    If silent, one bit flips in a share of the numbers; a flip in the exponent may make a number huge or NaN.
+    Args:
+        rate: The probability in each round.
+        silent: Whether it goes unnoticed: one bit flips in some numbers; in the exponent that may make them huge or
+            NaN.
+        share: The share of the numbers that is hit, if silent.
     """
 
     rate: Share = 1.0
@@ -94,7 +112,11 @@ class CorruptedMessage(Fault, frozen=True):
 
 
 class ClockSkew(Fault, frozen=True):
-    """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
+    """A wrong clock: the client's timestamps are late or early.
+
+    Args:
+        seconds: By how much; negative is early.
+    """
 
     seconds: Annotated[float, functools.partial(require_within, low=-1e9, high=1e9)] = 3600.0
     strength_field: ClassVar[str | None] = "seconds"

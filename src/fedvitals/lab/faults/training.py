@@ -36,7 +36,11 @@ MEGABYTE = 1 << 20
 
 
 class WrongLearningRate(Fault, frozen=True):
-    """A client with its own configuration: its learning rate is `factor` times that of the others."""
+    """A client with its own configuration of the learning rate.
+
+    Args:
+        factor: Its learning rate, as a multiple of the others'.
+    """
 
     factor: Positive = 10.0
     strength_field: ClassVar[str | None] = "factor"
@@ -53,7 +57,11 @@ class WrongLearningRate(Fault, frozen=True):
 
 
 class FrozenLayer(Fault, frozen=True):
-    """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged."""
+    """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged.
+
+    Args:
+        layer: The layer, by its name, or by its place among the weight tensors.
+    """
 
     layer: Layer = 0
 
@@ -64,7 +72,13 @@ class FrozenLayer(Fault, frozen=True):
 
 
 class NotFinite(Fault, frozen=True):
-    """A division by zero or an overflow: one number of a layer's gradient is NaN or infinite, at one step."""
+    """A division by zero or an overflow: one number of a layer's gradient is NaN or infinite, at one step.
+
+    Args:
+        value: «nan», «inf» or «-inf».
+        layer: The layer, by its name, or by its place among the weight tensors.
+        at_step: The local step.
+    """
 
     value: Literal["nan", "inf", "-inf"] = "nan"
     layer: Layer = 0
@@ -101,6 +115,9 @@ class BrokenBatchNorm(Fault, frozen=True):
     """Wrong batch norm statistics: the running mean is shifted and the running variance too large, by `factor`.
 
     Training in batches does not use them, so only an evaluation of the averaged model reveals the fault.
+
+    Args:
+        factor: How far the running mean is shifted, and how many times too large the running variance is.
     """
 
     factor: AboveOne = 1000.0
@@ -127,7 +144,12 @@ class BrokenBatchNorm(Fault, frozen=True):
 
 
 class Crash(Fault, frozen=True):
-    """A bug in a client's own code: an exception during local training."""
+    """A bug in a client's own code: an exception during local training.
+
+    Args:
+        at_step: The local step at which the exception is raised.
+        message: Its text.
+    """
 
     at_step: Index = 0
     message: str = "an error on purpose, made by the lab"
@@ -138,8 +160,12 @@ class Crash(Fault, frozen=True):
 
 
 class MemoryHog(Fault, frozen=True):
-    """A leak, or another program on the machine: this many megabytes are allocated at a step, or (`fatal`) cannot
-    be.
+    """A leak, or another program on the machine: memory is allocated at a step.
+
+    Args:
+        megabytes: How much.
+        at_step: The local step.
+        fatal: Whether the allocation fails, and the client with it.
     """
 
     megabytes: Count = 256
@@ -156,7 +182,11 @@ class MemoryHog(Fault, frozen=True):
 
 
 class DiskFull(Fault, frozen=True):
-    """A client that cannot write its checkpoint: no space left on its disk."""
+    """A client that cannot write its checkpoint: no space left on its disk.
+
+    Args:
+        at_step: The local step at which writing fails.
+    """
 
     at_step: Index = 0
 
@@ -174,7 +204,11 @@ def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 class ExplodingInitialisation(RunFault, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large."""
+    """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large.
+
+    Args:
+        factor: How many times too large every weight matrix of the initial model is.
+    """
 
     factor: AboveOne = 10.0
     issue: ClassVar[str] = "exploding_gradient"
@@ -185,7 +219,11 @@ class ExplodingInitialisation(RunFault, frozen=True):
 
 
 class VanishingInitialisation(RunFault, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the initial model is scaled by `factor`, below 1."""
+    """A wrong gain in the initialisation: every weight matrix of the initial model is too small.
+
+    Args:
+        factor: What it is multiplied by, below 1.
+    """
 
     factor: Positive = 0.01
     issue: ClassVar[str] = "vanishing_gradient"
@@ -232,6 +270,11 @@ class DeadUnits(_Units, frozen=True):
     """Dead ReLUs: the biases of a share of a layer's units are far below 0.
 
     With LeakyReLU such units still have a slope and recover.
+
+    Args:
+        share: The share of the layer's units that is dead.
+        layer: The layer, by its name, or by its place among the weight tensors.
+        strength: How far below 0 their biases are.
     """
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
@@ -242,6 +285,11 @@ class DeadUnits(_Units, frozen=True):
 class SaturatedUnits(_Units, frozen=True):
     """Saturated sigmoid or tanh units: the biases of a share of a layer's units are far from 0, positive or
     negative.
+
+    Args:
+        share: The share of the layer's units that is saturated.
+        layer: The layer, by its name, or by its place among the weight tensors.
+        strength: How far from 0 their biases are.
     """
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:

@@ -51,6 +51,9 @@ class StaleUpdate(Fault, frozen=True):
     What it learns is learnt from the current model: training on the old one would need a second training or kept
     updates, and a resumed run has neither. To the server both look the same: a model that pulls back towards an earlier
     one.
+
+    Args:
+        rounds: How many rounds ago.
     """
 
     rounds: Count = 3
@@ -72,6 +75,9 @@ class FreeRider(Fault, frozen=True):
     """A client that wants the model without training: it repeats the server's last step, with a little noise.
 
     In the first round there is no step to repeat, and it returns the model unchanged.
+
+    Args:
+        noise: The norm of the noise, as a share of the step's.
     """
 
     noise: NotNegative = 0.05  # of the step's norm
@@ -91,7 +97,11 @@ class FreeRider(Fault, frozen=True):
 
 
 class SignFlip(Fault, frozen=True):
-    """An attacker: the update with its sign reversed, `strength` times as long."""
+    """An attacker: the update with its sign reversed.
+
+    Args:
+        strength: How many times as long it is.
+    """
 
     strength: Positive = 1.0
     issue: ClassVar[str] = "byzantine"
@@ -102,7 +112,11 @@ class SignFlip(Fault, frozen=True):
 
 
 class Scaling(Fault, frozen=True):
-    """An attacker who wants more influence, or a sum sent as a mean: the update times a factor."""
+    """An attacker who wants more influence, or a sum sent as a mean.
+
+    Args:
+        factor: What the update is multiplied by.
+    """
 
     factor: NotNegative = 10.0
     issue: ClassVar[str] = "byzantine"
@@ -118,8 +132,11 @@ class Scaling(Fault, frozen=True):
 
 
 class Gaussian(Fault, frozen=True):
-    """An attacker without knowledge: noise of `strength` times the update's norm, instead of it or (`add`) added to
-    it.
+    """An attacker without knowledge: noise instead of the update, or on top of it.
+
+    Args:
+        strength: The noise's norm, as a multiple of the update's.
+        add: Whether it is added to the update.
     """
 
     strength: Positive = 2.0
@@ -134,7 +151,11 @@ class Gaussian(Fault, frozen=True):
 
 
 class WrongSampleCount(Fault, frozen=True):
-    """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
+    """A client that counts wrongly, or wants more weight.
+
+    Args:
+        factor: The number of samples that it claims, as a multiple of what it has.
+    """
 
     factor: NotNegative = 20.0
     strength_field: ClassVar[str | None] = "factor"
@@ -158,7 +179,11 @@ class ZeroWeight(RunFault, frozen=True):
 
 
 class ShapeMismatch(Fault, frozen=True):
-    """A client with another version of the model: its update is `missing` numbers too short."""
+    """A client with another version of the model: its update is too short.
+
+    Args:
+        missing: By how many numbers.
+    """
 
     missing: Count = 1
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
@@ -169,7 +194,11 @@ class ShapeMismatch(Fault, frozen=True):
 
 
 class DtypeMismatch(Fault, frozen=True):
-    """A client that trains in another precision and sends its numbers in it."""
+    """A client that trains in another precision and sends its numbers in it.
+
+    Args:
+        dtype: The precision.
+    """
 
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
@@ -207,7 +236,12 @@ def struck_updates(updates: Sequence[Update], affected: Sequence[Node]) -> list[
 
 
 class Duplicate(Fault, frozen=True):
-    """A client that copies: it sends a peer's update (`of`, or a random one in each round), with a little noise."""
+    """A client that copies: it sends a peer's update, with a little noise.
+
+    Args:
+        of: The peer; None: a random one in each round.
+        noise: The norm of the noise, as a share of the update's.
+    """
 
     of: str | None = None
     noise: NotNegative = 0.0  # of the update's norm
@@ -234,11 +268,13 @@ class Duplicate(Fault, frozen=True):
 
 
 class LittleIsEnough(Fault, frozen=True):
-    """Colluding attackers: all send the mean minus `deviations` standard deviations, within the usual range.
+    """Colluding attackers: all send the mean minus some standard deviations, within the usual range.
 
-    «A little is enough», Baruch, Baruch and Goldberg 2019. Without `deviations`, the paper's formula for the number of
-    attackers and clients is used: then a majority is still closer to them than to the mean. For few attackers that is
-    0, and they send the mean, which does no harm.
+    «A little is enough», Baruch, Baruch and Goldberg 2019.
+
+    Args:
+        deviations: How many; None: by the paper's formula for the number of attackers and clients, such that a
+            majority is still closer to them than to the mean. For few attackers that is 0, which does no harm.
     """
 
     deviations: float | None = None
@@ -273,10 +309,13 @@ class LittleIsEnough(Fault, frozen=True):
 
 
 class InnerProduct(Fault, frozen=True):
-    """Colluding attackers: all send the mean of the honest updates with reversed sign, `strength` times as long.
+    """Colluding attackers: all send the mean of the honest updates with reversed sign.
 
     «Fall of empires», Xie, Koyejo and Gupta 2019: it makes the inner product of the aggregate with the true mean
     negative.
+
+    Args:
+        strength: How many times as long as the mean it is.
     """
 
     strength: Positive = 0.5

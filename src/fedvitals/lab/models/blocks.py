@@ -17,6 +17,8 @@ from torch import Tensor, nn
 class Residual(nn.Module):
     """Two convolutions with a skip connection."""
 
+    activation: Callable[[Tensor], Tensor] = staticmethod(F.relu)
+
     def __init__(self, inside: int, outside: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
@@ -27,8 +29,8 @@ class Residual(nn.Module):
         self.skip = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(y + self.skip(x))
+        y = self.norm2(self.conv2(self.activation(self.norm1(self.conv1(x)))))
+        return self.activation(y + self.skip(x))
 
 
 class Attention(nn.Module):
@@ -53,6 +55,8 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     """One transformer layer: attention, then two dense layers, each with a skip connection."""
 
+    activation: Callable[[Tensor], Tensor] = staticmethod(F.gelu)
+
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
@@ -63,7 +67,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.dense2(F.gelu(self.dense1(self.norm2(x))))  # type: ignore[no-any-return]
+        return x + self.dense2(self.activation(self.dense1(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 class Patches(nn.Module):

@@ -24,9 +24,11 @@ from fedvitals.lab.models.vectors import MLP, Autoencoder, Logistic
 
 @dataclass(frozen=True)
 class Own:
-    """A user's own model: a function without arguments that returns the module, with one output for each class.
+    """A user's own model. Random numbers that it draws from torch come from the experiment's seed.
 
-    Random numbers that it draws from torch come from the experiment's seed.
+    Args:
+        factory: A function without arguments that returns the module, with one output for each class.
+        stackable: Whether the engine «stacked» may compute many copies of it at once.
     """
 
     factory: Callable[[], nn.Module]

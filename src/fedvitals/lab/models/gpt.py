@@ -43,6 +43,13 @@ class GPT(Description, frozen=True):
     """A decoder-only transformer on tokens, which predicts the next token at each step; without dropout.
 
     With the defaults and 256 tokens it has 0.39 million weights.
+
+    Args:
+        width: The width of the residual stream.
+        heads: Attention heads.
+        layers: Blocks.
+        pretraining: Steps and settings of a training on the data set's public part before the federation; None:
+            none.
     """
 
     width: int = 96

@@ -37,6 +37,15 @@ class PaperCNN(Description, frozen=True):
     image (no padding) as long as something remains of it, as with 32 × 32 and 28 × 28 pixels; a smaller image, such as
     the digits' 8 × 8, is padded with zeros so that convolutions keep its size. What else belongs to a scenario, the
     clipping, is a setting of the local training.
+
+    Args:
+        scenario: «baseline», «exploding» or «vanishing».
+        channels: The channels of the two convolutions.
+        kernel: The width of the convolutions.
+        slope: The negative slope of the activations.
+        dense: How the dense layer begins: as in Keras («glorot»), or as PyTorch has it.
+        pool_first: Whether to pool before the activation, which gives the same numbers for less work.
+        pool: «max», «average» or «none», of 2 × 2 pixels after each convolution.
     """
 
     scenario: Literal["baseline", "exploding", "vanishing"] = "baseline"
@@ -89,7 +98,9 @@ class PaperCNN(Description, frozen=True):
 class CNN(Description, frozen=True):
     """A small CNN for small images: two padded convolutions and one dense layer; 21,386 weights on the digits.
 
-    `norm` puts a batch norm, or a layer norm over all channels and pixels, after each convolution.
+    Args:
+        channels: The channels of the two convolutions.
+        norm: What follows each convolution: «none», a «batch» norm, or a «layer» norm over all channels and pixels.
     """
 
     channels: tuple[int, int] = (32, 64)
@@ -112,7 +123,11 @@ class CNN(Description, frozen=True):
 
 
 class Resnet18(Description, frozen=True):
-    """ResNet-18 for small images, with group norm or batch norm: 11.2 million weights."""
+    """ResNet-18 for small images, with group norm or batch norm: 11.2 million weights.
+
+    Args:
+        norm: «group» or «batch».
+    """
 
     norm: Literal["group", "batch"] = "group"
 

@@ -28,6 +28,12 @@ class Transformer(Description, frozen=True):
     """A small transformer on image patches, on the steps of sequences, or on tokens; without dropout.
 
     It answers for the mean of all steps, or for each step where the targets ask for that.
+
+    Args:
+        width: The width of the residual stream.
+        heads: Attention heads.
+        layers: Blocks.
+        patch: Pixels along the side of an image patch.
     """
 
     width: int = 64
@@ -71,7 +77,14 @@ def _first_layer(kind: str, width: int, patch: int, shape: Shape, vocabulary: in
 
 
 class VIT(Description, frozen=True):
-    """A vision transformer (Dosovitskiy et al. 2021): patches behind a class token, from which the answer is read."""
+    """A vision transformer (Dosovitskiy et al. 2021): patches behind a class token, from which the answer is read.
+
+    Args:
+        width: The width of the residual stream.
+        heads: Attention heads.
+        layers: Blocks.
+        patch: Pixels along the side of an image patch.
+    """
 
     width: int = 64
     heads: int = 4
@@ -99,6 +112,10 @@ class LSTM(Description, frozen=True):
     """A recurrent network on the steps of sequences, on tokens, or on an image's rows from the top.
 
     It answers for the last step, or for each step where the targets ask for that.
+
+    Args:
+        hidden: The width of the state.
+        layers: Layers on top of each other.
     """
 
     hidden: int = 64
@@ -139,7 +156,12 @@ class LSTM(Description, frozen=True):
 
 
 class GRU(LSTM, frozen=True):
-    """Like `lstm`, with gated recurrent units."""
+    """Like `lstm`, with gated recurrent units.
+
+    Args:
+        hidden: The width of the state.
+        layers: Layers on top of each other.
+    """
 
     def _recurrent(self, features: int, *, per_step: bool) -> nn.Module:
         return GatedRecurrent(features, self.hidden, self.layers, per_step=per_step)

@@ -16,7 +16,11 @@ from fedvitals.lab.models.description import Shape, refuse_tokens, seeded_global
 
 
 class MLP(Description, frozen=True):
-    """Dense layers with ReLU between them."""
+    """Dense layers with ReLU between them.
+
+    Args:
+        hidden: The widths of the hidden layers.
+    """
 
     hidden: tuple[int, ...] = (64,)
 
@@ -53,7 +57,12 @@ class Logistic(Description, frozen=True):
 
 
 class Autoencoder(Description, frozen=True):
-    """Dense layers to a `code` of few numbers and back, with ReLU between them; for data sets with `reconstruct`."""
+    """Dense layers to a code of few numbers and back, with ReLU between them; for data sets with `reconstruct`.
+
+    Args:
+        hidden: The widths of the layers before the code; after it they are mirrored.
+        code: The width of the code.
+    """
 
     hidden: tuple[int, ...] = (64,)
     code: int = 8

@@ -54,7 +54,7 @@ class JourneyPlanner:
         e, site = self._site.experiment, self._site
         settings = fault_table.apply_local(e.faults, round_index, node, task.local or e.local)
         steps = task.iterations or settings.steps(site.samples(node, round_index))
-        messages = 1 if task.exchange is None else steps  # who exchanges, sends after each iteration
+        messages = 1 if task.exchange is None else (steps - 1) // task.every + 1  # who exchanges, sends each time
         lacking = site.lacking_bytes(node)
         journey = virtual_clock.plan_journey(
             self.network,

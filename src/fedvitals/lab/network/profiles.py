@@ -10,7 +10,15 @@ from fedvitals.lab.description import Description, require
 
 
 class Link(Description, frozen=True):
-    """A node's network connection. Latency is one way."""
+    """A node's network connection.
+
+    Args:
+        download_bits_per_second: Its rate towards the node.
+        upload_bits_per_second: Its rate from the node.
+        latency_seconds: One way.
+        duty: The share of time in which a sender may be on the air.
+        loss: The probability that an update never arrives, after all that the transport repeats.
+    """
 
     download_bits_per_second: float
     upload_bits_per_second: float
@@ -29,7 +37,13 @@ class Link(Description, frozen=True):
 
 
 class Device(Description, frozen=True):
-    """A node's computing power: what it sustains in training, not what its maker states."""
+    """A node's computing power: what it sustains in training, not what its maker states.
+
+    Args:
+        flops_per_second: Floating-point operations per second in training.
+        memory_bytes: Its memory.
+        samples_per_second: Samples that it reads and prepares before it trains on them; None: in no time.
+    """
 
     flops_per_second: float
     memory_bytes: int

@@ -28,8 +28,19 @@ Choice = str | dict[str, float]
 class Network(Description, frozen=True):
     """The links and devices of the nodes, and how a round treats slow and absent ones.
 
-    `links` and `devices` are one name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
-    `profiles` adds custom ones by name; `overrides` sets them for single nodes: `{"c3": ["lora", "phone"]}`.
+    Args:
+        links: One name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
+        devices: In the same way.
+        profiles: Links and devices of your own, by name.
+        overrides: Links and devices of single nodes: `{"c3": ["lora", "phone"]}`.
+        spread: σ of the log-normal factor of a node's own rates and speed; the median node has its profile's.
+        jitter: σ of the log-normal factor of each single time; its mean is 1.
+        availability: The probability that a node answers in a round.
+        deadline_seconds: The server closes a round after this time; None: it waits.
+        over_selection: So many times more clients are asked than are needed; 1.3 in Bonawitz et al. 2019.
+        server: The device that aggregates and evaluates.
+        server_bits_per_second: Of its line: models go out one after the other; None: no limit.
+        edge_links: Between edge nodes and the server; None: that way takes no time.
     """
 
     links: Choice = "fibre"

@@ -396,15 +396,18 @@ class CudaStackedRound(StackedRound):
         return {step: (logits[step, :clients], self.y[rows[step]]) for step in steps} if logits is not None else {}
 
     def _find_stack_exchange(self, step: int) -> StackExchange | None:
-        kinds = {task.exchange for task in self.tasks}
-        if kinds == {None} or len(kinds) > 1:
+        kinds = {(task.exchange, task.every) for task in self.tasks}
+        if len(kinds) > 1 or self.tasks[0].exchange is None:
             return None
-        (exchange,) = kinds
+        ((exchange, _),) = kinds
         assert exchange is not None  # noqa: S101 - asked above
         groups = [members for members, end in zip(self.members(), self._ends, strict=True) if step < end - 1]
         return exchange_for_stack(exchange, groups, self.samples, self.executor.device)
 
     def exchange(self, step: int) -> None:
+        every = {task.every for task in self.tasks}
+        if len(every) == 1 and (step + 1) % every.pop():
+            return
         training = sum(step < end - 1 for end in self._ends)
         if training not in self._stack_exchanges:
             self._stack_exchanges[training] = self._find_stack_exchange(step)

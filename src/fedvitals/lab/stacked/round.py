@@ -228,7 +228,9 @@ class StackedRound:
     def exchange(self, step: int) -> None:
         """Exchange models after an iteration within the groups that do so, and of which somebody trains on."""
         for task, members in zip(self.tasks, self.members(), strict=True):
-            if task.exchange is not None and step < int(self.steps[members].max()) - 1:
+            if task.exchange is None or (step + 1) % task.every:
+                continue
+            if step < int(self.steps[members].max()) - 1:
                 samples = self.samples[members].to(self.states)
                 self.states[members] = task.exchange(self.states[members], samples)
 

@@ -38,7 +38,13 @@ NOTE, LINE = "flights", "line free"
 
 
 class Asynchronous(Description, frozen=True):
-    """The server averages `buffer` updates at a time, while the other clients continue."""
+    """The server averages some updates at a time, while the other clients continue.
+
+    Args:
+        buffer: Updates in one aggregation.
+        concurrency: Clients that train at a time; by default the share that takes part.
+        exponent: How fast a late update loses its weight.
+    """
 
     buffer: int = 10  # K: updates in one aggregation
     concurrency: int | None = None  # clients that train at a time; by default the share that takes part

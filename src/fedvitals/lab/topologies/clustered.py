@@ -41,7 +41,14 @@ NOTE = "clusters"
 
 
 class Clustered(Description, frozen=True):
-    """Clients in clusters that follow the similarity of their models."""
+    """Clients in clusters that follow the similarity of their models.
+
+    Args:
+        threshold: λ: models this near are of one kind.
+        smallest: t: the fewest members of a cluster.
+        trim: β: the share cut off at each end of every coordinate.
+        every: Rounds between two reclusterings.
+    """
 
     threshold: float = 5.0  # λ: models this near are of one kind
     smallest: int = 3  # t: the fewest members of a cluster

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,20 @@ if TYPE_CHECKING:
 
 
 class Hierarchical(Description, frozen=True):
-    """Clients average at edge nodes after each local iteration, and the server averages the edges."""
+    """Clients average at edge nodes after each local iteration, and the server averages the edges.
+
+    Args:
+        edges: The number of edge nodes.
+        every: Mini-batches between two averages at an edge.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ("every",)
 
     edges: int = 5
+    every: int = 1  # mini-batches between two averages at an edge
 
     def check(self, experiment: Experiment) -> None:
+        require(self.every >= 1, "every of hierarchical", self.every, "1 mini-batch or more")
         allowed = f"from 1 to the number of clients, {experiment.clients}"
         require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
 
@@ -43,7 +52,7 @@ class Hierarchical(Description, frozen=True):
 
         model = federation.server.model
         tasks = [
-            Task(federation.round, members, model, group=edge, exchange=average, parent=edge)
+            Task(federation.round, members, model, group=edge, exchange=average, every=self.every, parent=edge)
             for edge, members in present.items()
         ]
         return federation.aggregate(self._edges(federation, federation.train(tasks)))
@@ -55,9 +64,10 @@ class Hierarchical(Description, frozen=True):
             gathered = GroupMean(edge or "")
             for update in members:
                 gathered.add(update)
-                # All iterations but the last: that one was announced with the update itself.
-                federation.passed(update.node, edge or "", update.steps - 1, kind="update")
-                federation.passed(edge or "", update.node, update.steps - 1)
+                # All exchanges but the last: that one was announced with the update itself.
+                times = (update.steps - 1) // self.every
+                federation.passed(update.node, edge or "", times, kind="update")
+                federation.passed(edge or "", update.node, times)
             federation.passed(edge or "", "server", kind="update")
             yield gathered.update()
 

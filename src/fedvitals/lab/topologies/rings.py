@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
 
 
 class Rings(Description, frozen=True):
-    """Models circulate in rings of similar clients, and the server averages them all."""
+    """Models circulate in rings of similar clients, and the server averages them all.
+
+    Args:
+        rings: The number of rings; by default a third of the clients: the paper has 33 of 100.
+        every: Mini-batches that a member trains before it passes the model on.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ("every",)
 
     rings: int | None = None  # by default a third of the clients: the paper has 33 of 100
+    every: int = 1  # mini-batches that a member trains before it passes the model on
 
     def check(self, experiment: Experiment) -> None:
+        require(self.every >= 1, "every of rings", self.every, "1 mini-batch or more")
         allowed = f"from 1 to the number of clients, {experiment.clients}"
         require(1 <= self._count(experiment) <= experiment.clients, "number of rings", self.rings, allowed)
 
@@ -46,7 +55,10 @@ class Rings(Description, frozen=True):
         federation.groups(rings)
 
         model = federation.server.model
-        tasks = [Task(federation.round, m, model, group=ring, exchange=pass_to_next) for ring, m in present.items()]
+        tasks = [
+            Task(federation.round, m, model, group=ring, exchange=pass_to_next, every=self.every)
+            for ring, m in present.items()
+        ]
         return federation.aggregate(self._announced(federation, present, federation.train(tasks)))
 
     def _announced(
@@ -56,7 +68,7 @@ class Rings(Description, frozen=True):
             ring = rings[update.group or ""]
             following = ring[(ring.index(update.node) + 1) % len(ring)]
             if following != update.node:
-                federation.passed(update.node, following, update.steps - 1)
+                federation.passed(update.node, following, (update.steps - 1) // self.every)
             yield update
 
 

@@ -69,7 +69,9 @@ def _by_names(shapes: Mapping[str, Shape]) -> list[AdapterPair]:
                 break
             # Of several adapters of one layer (peft), the name of each belongs to its own.
             own_name = [part for part in parts[place + 1 :] if part not in ("weight", "default")]
-            pair = _pair(".".join([*parts[:place], *own_name]), (name, shape), (other, shapes[other]))
+            layer, sides = ".".join([*parts[:place], *own_name]), ((name, shape), (other, shapes[other]))
+            # Written as x A B, with A [in, r] and B [r, out], the product is the transposed one: B is on its right.
+            pair = _pair(layer, *sides) or _pair(layer, *sides[::-1])
             pairs += [] if pair is None else [pair]
             break
     return pairs

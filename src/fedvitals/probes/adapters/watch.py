@@ -10,30 +10,34 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, scale_of
-from fedvitals.probes.adapters.signs import (
-    AdapterSigns,
-    ClientFactors,
-    ClientSigns,
-    Factors,
-    held_rank,
-    mean_weights,
-    signs_of,
+from fedvitals.probes.adapters.grams import (
+    ClientStack,
+    FactorPair,
+    Grams,
+    PairLayout,
+    grams_of,
+    local,
+    stacked_clients,
+    step_products,
 )
+from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, scale_of
+from fedvitals.probes.adapters.signs import AdapterSigns, mean_weights, signs_of
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import ADAPTER_COLUMNS, ADAPTER_ROWS, DIRECTIONS, Array
 
 WORK = 2e9  # multiplications in a round; more adapters than that take turns
-WEIGHED_NUMBERS = 1 << 18  # of each client, from which the weights of the mean are solved
 SAMPLED = 64  # numbers of a frozen matrix, by which a change of it is noticed
 SERVER = "server"
+_COLUMN = {name: place for place, name in enumerate(ADAPTER_COLUMNS)}
 
 
 class KeptUpdate(Protocol):
@@ -59,20 +63,17 @@ class ClientView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PairLayout:
-    """The pairs of a model, and where A and B lie in its parameters as one vector."""
-
-    pairs: tuple[AdapterPair, ...]
-    places: Mapping[str, tuple[int, int]]  # by the name of a parameter: first and last number
-
-
-@dataclass(frozen=True, slots=True)
 class _Copy:
     """A and B of a global model by parameter, samples of the frozen matrices, and the scales of the pairs."""
 
     values: Mapping[str, Any]
-    frozen: Mapping[str, Array]
+    frozen: Mapping[str, Any]
     scales: Mapping[str, float | None]
+
+    def factors(self, pair: AdapterPair) -> FactorPair:
+        """Return A and B of a pair as matrices."""
+        a, b = local(self.values[pair.a]), local(self.values[pair.b])
+        return FactorPair(a.reshape(len(a), -1), b.reshape(len(b), -1))
 
 
 class AdapterWatch:
@@ -83,7 +84,7 @@ class AdapterWatch:
         self._known: set[str] = set()  # digests of tables
         self._found: dict[Any, tuple[AdapterPair, ...]] = {}  # by names and shapes
         self._scales: dict[str, float] = {}  # α/r by client, as it told
-        self._first: dict[str, Factors] = {}  # of the run's first model, by pair
+        self._first: dict[str, FactorPair | None] = {}  # of the run's first model, by pair; None: its product is zero
         self._frozen: dict[tuple[AdapterPair, ...], list[str]] = {}  # names of the matrices beside the pairs
         self._pairs: tuple[AdapterPair, ...] = ()
         self._start: _Copy | None = None
@@ -174,15 +175,53 @@ class AdapterWatch:
             return []
         if all(_same(start.values[n], new.values[n]) for p in pairs for n in (p.a, p.b)):
             return []  # the aggregation has not been seen
-        ratios = self._ratios([update.node for update, _ in clients], start)
-        due = self._due(pairs, len(clients))
-        rounds = [_round_of(pairs[place], start, new, clients, ratios) for place in due]
-        weights = None if _differ(start.frozen, new.frozen) else _weights(rounds)
-        signs = {
-            place: signs_of(own.before, own.sent, weights, own.after, self._moving_first(pairs[place], own.before))
-            for place, own in zip(due, rounds, strict=True)
-        }
-        return _results(len(pairs), signs, [update.node for update, _ in clients], _mean(new.scales.values()))
+        clients.sort(key=lambda client: id(client[1]))
+        stacks = stacked_clients([(update.vector, layout) for update, layout in clients])
+        nodes = [update.node for update, _ in clients]
+        due = [pairs[place] for place in self._due(pairs, len(clients))]
+        signs = self._signs(due, start, new, stacks, self._ratios(nodes, start))
+        return _results(pairs, signs, nodes, _mean(new.scales.values()))
+
+    def _signs(
+        self,
+        due: Sequence[AdapterPair],
+        start: _Copy,
+        new: _Copy,
+        stacks: Sequence[ClientStack],
+        ratios: Sequence[float],
+    ) -> list[tuple[list[AdapterPair], AdapterSigns]]:
+        """Return the signs of adapters, those together whose ranks are the same."""
+        names = [pair.name for pair in due]
+        before, after = [start.factors(pair) for pair in due], [new.factors(pair) for pair in due]
+        first = [self._earlier(name, own) for name, own in zip(names, before, strict=True)]
+        grams = grams_of(names, before, after, stacks, first)
+        weights = None
+        if not _differ(start.frozen, new.frozen):
+            shared = [min(own.held) for own in grams]
+            weights = mean_weights(step_products(names, before, after, stacks, shared))
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for place, (name, own) in enumerate(zip(names, grams, strict=True)):
+            beginning = -1 if first[place] is not None else None if name in self._first else 0
+            alike[own.ranks, own.held, beginning].append(place)
+            self._first.setdefault(name, before[place] if _has_product(own) else None)
+        signs = []
+        for (_, _, beginning), places in alike.items():
+            own_scales = [start.scales[names[place]] or 1.0 for place in places]
+            new_scales = [new.scales[names[place]] or 1.0 for place in places]
+            scales = np.array(
+                [
+                    [old, now, *(old * ratio for ratio in ratios), *([old] if beginning == -1 else [])]
+                    for old, now in zip(own_scales, new_scales, strict=True)
+                ]
+            )
+            own_signs = signs_of([grams[place] for place in places], scales, weights, first=beginning)
+            signs.append(([due[place] for place in places], own_signs))
+        return signs
+
+    def _earlier(self, name: str, before: FactorPair) -> FactorPair | None:
+        """Return the factors of the run's first model; None where they are this round's, or their product is zero."""
+        first = self._first.get(name)
+        return first if first is not None and first.a.shape == before.a.shape else None
 
     def _usable(self, update: KeptUpdate) -> PairLayout | None:
         """Return where the adapters lie in a client's update; None if it does not have them all."""
@@ -205,103 +244,40 @@ class AdapterWatch:
         self._turn = (due[-1] + 1) % len(pairs) if due else self._turn
         return due
 
-    def _ratios(self, nodes: Sequence[str], start: _Copy) -> dict[str, float]:
+    def _ratios(self, nodes: Sequence[str], start: _Copy) -> list[float]:
         """Return each client's α/r over the server's; 1 where either is not known."""
         own = _mean(start.scales.values())
-        return {node: self._scales[node] / own if own and node in self._scales else 1.0 for node in nodes}
-
-    def _moving_first(self, pair: AdapterPair, before: Factors) -> Factors | None:
-        """Return the factors of the run's first model; None where their product was zero."""
-        first = self._first.setdefault(pair.name, before)
-        return first if first.b.any() and first.a.any() and first.a.shape == before.a.shape else None
+        return [self._scales[node] / own if own and node in self._scales else 1.0 for node in nodes]
 
 
-@dataclass(frozen=True, slots=True)
-class _PairRound:
-    """One adapter in one round: before and after the aggregation, and what the clients sent."""
-
-    before: Factors
-    after: Factors
-    sent: list[ClientFactors]
+def _has_product(grams: Grams) -> bool:
+    """Return whether the global model's product before the round is not zero for certain."""
+    rank = grams.ranks[0]
+    return bool(np.diag(grams.left)[:rank].any() and np.diag(grams.right)[:rank].any())
 
 
-def _round_of(
-    pair: AdapterPair,
-    start: _Copy,
-    new: _Copy,
-    clients: Sequence[tuple[KeptUpdate, PairLayout]],
-    ratios: Mapping[str, float],
-) -> _PairRound:
-    before = _factors(pair, start)
-    sent = [_client_factors(pair, update, layout, before, ratios[update.node]) for update, layout in clients]
-    return _PairRound(before, _factors(pair, new), sent)
-
-
-def _weights(rounds: Sequence[_PairRound]) -> Array | None:
-    """Return the weights of the mean, by the directions that all clients have; None if it is no mean of these."""
-    starts: list[Array] = []
-    aggregated: list[Array] = []
-    ends: list[list[Array]] = [[] for _ in rounds[0].sent]
-    for own in rounds:
-        shared = min(client.held for client in own.sent)
-        starts += [own.before.a[:shared], own.before.b[:, :shared]]
-        aggregated += [own.after.a[:shared], own.after.b[:, :shared]]
-        for client, end in zip(own.sent, ends, strict=True):
-            end += [client.factors.a[:shared], client.factors.b[:, :shared]]
-        if sum(array.size for array in starts) > WEIGHED_NUMBERS:
-            break
-    return mean_weights(starts, ends, aggregated)
-
-
-def _differ(start: Mapping[str, Array], new: Mapping[str, Array]) -> bool:
+def _differ(start: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether a frozen matrix has changed: then the adapters alone are not the whole of the aggregation."""
-    return any(name not in new or not np.array_equal(values, new[name]) for name, values in start.items())
+    return start.keys() != new.keys() or not _same(_joined(start), _joined(new))
+
+
+def _joined(samples: Mapping[str, Any]) -> Any:
+    parts = [*samples.values()]
+    on_device = parts and hasattr(parts[0], "detach") and parts[0].device.type != "cpu"
+    return sys.modules["torch"].cat(parts) if on_device else np.concatenate([local(own) for own in parts] or [[]])
 
 
 def _clone(values: Any) -> Any:
     return values.detach().clone() if hasattr(values, "detach") else np.array(values)
 
 
-def _double(values: Any) -> Array:
-    if hasattr(values, "detach"):
-        values = values.detach().double().cpu().numpy()
-    return np.asarray(values, np.float64)
-
-
 def _same(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(_double(a), _double(b)))
+    own, other = local(a), local(b)
+    return bool(own.shape == other.shape and (own == other).all())
 
 
 def _shapes(copy: _Copy, pair: AdapterPair) -> list[tuple[int, ...]]:
     return [tuple(copy.values[name].shape) for name in (pair.a, pair.b)]
-
-
-def _factors(pair: AdapterPair, copy: _Copy) -> Factors:
-    a, b = _double(copy.values[pair.a]), _double(copy.values[pair.b])
-    return Factors(b.reshape(len(b), -1), a.reshape(len(a), -1), copy.scales[pair.name] or 1.0)
-
-
-def _client_factors(
-    pair: AdapterPair, update: KeptUpdate, layout: PairLayout, before: Factors, ratio: float
-) -> ClientFactors:
-    """Return what a client sent: the global model's first directions, as many as it has, plus its update."""
-    a = _sum(update.vector, layout.places[pair.a], (-1, pair.inputs), before.a)
-    b = _sum(update.vector, layout.places[pair.b], (pair.outputs, -1), before.b)
-    factors = Factors(b, a, before.scale * ratio)
-    return ClientFactors(factors, held_rank(factors, before))
-
-
-def _sum(vector: Any, place: tuple[int, int], shape: tuple[int, int], before: Array) -> Array:
-    """Return a part of an update as a matrix, plus what the client was sent of it.
-
-    Rounded to single precision unless the update is in double, so that what the client set to zero is zero here.
-    """
-    values = _double(vector[place[0] : place[1]]).reshape(shape)
-    rows, columns = min(len(values), len(before)), min(values.shape[1], before.shape[1])
-    whole = values.copy() if (rows, columns) != values.shape else values + before[:rows, :columns]
-    if whole.shape != (rows, columns):
-        whole[:rows, :columns] += before[:rows, :columns]
-    return whole if "64" in str(vector.dtype) else whole.astype(np.float32).astype(np.float64)
 
 
 def _beside(model: Any, pairs: Sequence[AdapterPair], trained: set[str]) -> list[tuple[str, Any]]:
@@ -324,9 +300,9 @@ def _named(model: Any, name: str) -> Any:
     return model
 
 
-def _sample(values: Any) -> Array:
+def _sample(values: Any) -> Any:
     flat = values.detach().reshape(-1) if hasattr(values, "detach") else np.asarray(values).reshape(-1)
-    return _double(flat[:: max(1, len(flat) // SAMPLED)]).copy()
+    return _clone(flat[:: max(1, len(flat) // SAMPLED)])
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -335,33 +311,29 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _results(
-    pairs: int,
-    signs: Mapping[int, tuple[AdapterSigns, list[ClientSigns]]],
+    pairs: Sequence[AdapterPair],
+    signs: Sequence[tuple[Sequence[AdapterPair], AdapterSigns]],
     nodes: Sequence[str],
     scale: float | None,
 ) -> list[tuple[str, Results]]:
-    server = Results()
-    rows, spectra = _empty(pairs)
-    for place, (own, _) in signs.items():
-        rows[place] = [getattr(own, column) for column in ADAPTER_COLUMNS]
-        spectra[place] = own.spectrum
-    _measured(server, rows, spectra)
-    server.take(_whole(rows, scale))
-    results = [(SERVER, server)]
-    for i, node in enumerate(nodes):
-        client = Results()
-        rows, parts = _empty(pairs)
-        for place, (_, clients) in signs.items():
-            for column in ("rank", "norm", "change"):
-                rows[place, ADAPTER_COLUMNS.index(column)] = getattr(clients[i], column)
-            parts[place] = clients[i].directions
-        _measured(client, rows, parts)
-        changes = rows[:, ADAPTER_COLUMNS.index("change")]
-        ranks = rows[:, ADAPTER_COLUMNS.index("rank")]
-        client.take(
-            {"update.adapter_change": math.sqrt(np.nansum(changes**2)), "update.adapter_rank": np.nanmax(ranks)}
-        )
-        results.append((node, client))
+    place_of = {pair.name: place for place, pair in enumerate(pairs)}
+    server, spectra = _empty(len(pairs))
+    clients = [_empty(len(pairs)) for _ in nodes]
+    for own_pairs, own in signs:
+        places = [place_of[pair.name] for pair in own_pairs]
+        for column in ADAPTER_COLUMNS:
+            server[places, _COLUMN[column]] = own_pairs[0].rank if column == "rank" else getattr(own, column)
+        spectra[places] = own.spectrum
+        for i, (rows, parts) in enumerate(clients):
+            rows[places, _COLUMN["rank"]] = own.held[i]
+            rows[places, _COLUMN["norm"]] = own.client_norms[:, i]
+            rows[places, _COLUMN["change"]] = own.client_changes[:, i]
+            parts[places] = own.client_directions[:, i]
+    results = [(SERVER, _measured(server, spectra, _whole(server, scale)))]
+    for node, (rows, parts) in zip(nodes, clients, strict=True):
+        change = math.sqrt(np.nansum(rows[:, _COLUMN["change"]] ** 2))
+        metrics = {"update.adapter_change": change, "update.adapter_rank": np.nanmax(rows[:, _COLUMN["rank"]])}
+        results.append((node, _measured(rows, parts, metrics)))
     return results
 
 
@@ -369,8 +341,10 @@ def _empty(pairs: int) -> tuple[Array, Array]:
     return np.full((pairs, len(ADAPTER_COLUMNS)), np.nan), np.full((pairs, DIRECTIONS), np.nan)
 
 
-def _measured(results: Results, rows: Array, directions: Array) -> None:
-    results.matrices += [("update.adapters", rows, None), ("update.directions", directions, None)]
+def _measured(rows: Array, directions: Array, metrics: Mapping[str, float]) -> Results:
+    results = Results(matrices=[("update.adapters", rows, None), ("update.directions", directions, None)])
+    results.take(metrics)
+    return results
 
 
 def _whole(rows: Array, scale: float | None) -> dict[str, float]:

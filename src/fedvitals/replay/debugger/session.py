@@ -58,9 +58,16 @@ def open_replay(
 ) -> Session:
     """Open a session on a run's tape; use it in a `with` block.
 
-    `run`: an id, the beginning of one, or a name (its newest run). `experiment`: needed again where parts of it are the
-    user's own objects. `data`: the folder of its data set, if it has moved. `loop`: for a plain loop, an object with
-    `restore` and `train` (see `replay.player.loop_player`), or its name, "module:name".
+    Args:
+        run: An id, the beginning of one, or a name (its newest run).
+        store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
+        experiment: Needed again where parts of it are your own objects.
+        data: The folder of its data set, if it has moved.
+        workers: Processes that run rounds again.
+        loop: For a plain loop, an object with `restore` and `train` (docs/replay.md), or its name, "module:name".
+
+    Returns:
+        The session: `goto`, `into`, `step`, `show`, `diff`, `verify`, `whatif`, ...
     """
     reader = open_reader(store)
     try:

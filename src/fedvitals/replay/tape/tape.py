@@ -38,12 +38,17 @@ EmitEvent = Callable[[str, str, str], None]  # level, name, message
 
 
 class Tape(Sink):
-    """Records a run; pass it to a `Monitor`. It never stops, slows or changes the training.
+    """Records a run, so that it can be replayed bit for bit; pass it to a `Monitor`. It never stops, slows or changes
+    the training.
 
-    `every`: rounds between two whole states. `updates`: the number of last rounds of which all updates are kept.
-    `budget`: bytes on disk, or "2 GB"; beyond it the oldest healthy rounds are thinned first. `memory`: bytes that may
-    wait to be written. `durable`: updates are written in each round, not only at the end, for clients that cannot be
-    asked again. `folder`: by default beside the store.
+    Args:
+        every: Rounds between two whole states.
+        updates: The number of newest rounds of which all updates are kept.
+        budget: Bytes on disk, or "2 GB"; beyond it the oldest healthy rounds are thinned first.
+        memory: Bytes that may wait to be written.
+        durable: Whether updates are written in each round, not only at the end, for clients that cannot be asked
+            again.
+        folder: Where the tape lies; by default beside the store.
     """
 
     name = "tape"
@@ -81,10 +86,16 @@ class Tape(Sink):
     def gradients(
         self, nodes: Collection[str] | None = None, *, rounds: int = 1, steps: Schedule = always
     ) -> tuple[Probe, Schedule]:
-        """Return a probe that writes gradients to the tape, and its schedule, for the monitor's list of probes.
+        """Return a probe that writes gradients to the tape, and its schedule, for the monitor's list of probes. It
+        needs privacy level 4, and does nothing below.
 
-        `nodes`: of which clients; `rounds`: in every so many rounds; `steps`: at which steps. It needs privacy level 4,
-        and does nothing below.
+        Args:
+            nodes: Of which clients; None: of all.
+            rounds: In every so many rounds.
+            steps: At which steps: a schedule, such as `fv.every(5)`.
+
+        Returns:
+            The probe and its schedule.
         """
         if isinstance(nodes, str) or rounds < 1:
             raise ConfigError(f"gradients(nodes=[...], rounds=1 or more); got {nodes!r} and {rounds!r}.")
@@ -101,11 +112,15 @@ class Tape(Sink):
         level: int = 4,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start recording a run. A run that continues, continues on its tape.
+        """Start recording a run; called by the monitor. A run that continues, continues on its tape.
 
-        `beside`: the folder of the store's large files. `tell` takes events, `file` records of what is kept, for the
-        store's list; `level`: of privacy. `settle` waits
-        until the store and the detectors have everything.
+        Args:
+            beside: The folder of the store's large files.
+            run: The run that is recorded.
+            tell: Takes events.
+            file: Takes a record of each state that is kept, for the store's list.
+            level: The privacy level.
+            settle: Waits until the store and the detectors have everything.
         """
         folder = (self.chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
@@ -130,19 +145,34 @@ class Tape(Sink):
         return None if self._keeper is None else self._keeper.journal.folder
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take records as a sink; only findings matter to the tape."""
+        """Take records as a sink; only findings matter to the tape.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         findings = [record for record in records if isinstance(record, Finding)]
         if findings:
             self._put("findings", (findings,), 0)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait until everything handed over is on the tape; return whether that happened in time."""
+        """Wait until everything handed over is on the tape; return whether that happened in time.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether everything is written.
+        """
         done = threading.Event()
         self._put("mark", (done,), 0)
         return self._thread is None or done.wait(timeout)
 
     def close(self, timeout: float = FLUSH_SECONDS) -> None:
-        """Write what is left and end the thread."""
+        """Write what is left and end the thread.
+
+        Args:
+            timeout: Seconds to wait at most.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -158,16 +188,31 @@ class Tape(Sink):
     # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the host's description of the run."""
+        """Take the host's description of the run.
+
+        Args:
+            description: The experiment or the app, as plain values.
+        """
         self._put("describe", (dict(description),), 0)
 
     def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
-        """Take a round's initial state."""
+        """Take a round's initial state.
+
+        Args:
+            round_index: The round.
+            state: The tensors of each node, by node and name.
+            notes: What else the host needs to run the round again, as plain values.
+        """
         if not self._put("begin", (round_index, state, notes), bytes_of(*state.values())):
             self._put("begin", (round_index, {}, notes), 0)
 
     def messages(self, round_index: int, messages: Sequence[Message]) -> None:
-        """Take clients' replies."""
+        """Take clients' replies.
+
+        Args:
+            round_index: The round.
+            messages: Clients' replies as the server received them, in order.
+        """
         size = bytes_of(*(message.tensors for message in messages if message.tensors is not None))
         if not self._put("messages", (round_index, messages), size):
             self._put("missed", (round_index, len(messages)), 0)
@@ -179,12 +224,23 @@ class Tape(Sink):
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Take a round's final state and metrics."""
+        """Take a round's final state and metrics.
+
+        Args:
+            round_index: The round.
+            state: The tensors of each node, by node and name.
+            notes: What else the host needs, as plain values.
+            metrics: The round's metrics, such as its accuracy.
+        """
         if not self._put("end", (round_index, state, notes, dict(metrics)), bytes_of(*state.values())):
             self._put("end", (round_index, {}, notes, dict(metrics)), 0)
 
     def gate(self, round_index: int) -> None:
-        """Wait after a round if a debugger session is attached."""
+        """Wait after a round if a debugger session is attached.
+
+        Args:
+            round_index: The round that has ended.
+        """
         if self._gate is not None and self._gate.asked:
             self.flush()
             self._settle()  # who debugs decides by what is stored and found

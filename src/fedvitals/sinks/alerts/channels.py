@@ -145,7 +145,14 @@ def hard_limit(seconds: float, cut: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A channel that appends one JSON line for each alert to a file."""
+    """A channel that appends one JSON line for each alert to a file.
+
+    Args:
+        path: The file; it is created if it does not exist.
+        name: The channel's name, which rules refer to.
+        again: Whether to resend a message that may have arrived already.
+        seconds: The time limit of one attempt.
+    """
 
     path: str | os.PathLike[str]
     name: str = "file"
@@ -154,10 +161,15 @@ class File:
 
     @property
     def identity(self) -> str:
+        """A digest that is the same for the same receiver in the next process, without any of its secrets."""
         return identity("file", self.name, os.fspath(self.path))
 
     def send(self, message: Message, /) -> None:
-        """Append the message's alerts."""
+        """Append the message's alerts.
+
+        Args:
+            message: The alerts to deliver, and the run that they are about.
+        """
         entries = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
         lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
         path = Path(self.path).expanduser()
@@ -176,7 +188,16 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A channel that runs a program, without a shell, with the message as JSON on its standard input."""
+    """A channel that runs a program, without a shell, with the message as JSON on its standard input.
+
+    Args:
+        command: The program and its arguments.
+        name: The channel's name, which rules refer to.
+        again: Whether to resend a message that may have arrived already.
+        seconds: The time limit of one attempt.
+        label: How the command is shown, with secrets left out.
+        secrets: Texts that must not be repeated into the log.
+    """
 
     command: tuple[str, ...]
     name: str = "command"
@@ -200,10 +221,15 @@ class Command:
 
     @property
     def identity(self) -> str:
+        """A digest that is the same for the same receiver in the next process, without any of its secrets."""
         return identity("command", self.name, self.label or self.command)
 
     def send(self, message: Message, /) -> None:
-        """Run the program and wait until it ends or its time is over."""
+        """Run the program and wait until it ends or its time is over.
+
+        Args:
+            message: The alerts to deliver, and the run that they are about.
+        """
         with tempfile.TemporaryFile() as output:  # a pipe that a grandchild keeps open would be waited for
             try:
                 process = subprocess.Popen(  # noqa: S603 - the user's own command, and no word of a client in it

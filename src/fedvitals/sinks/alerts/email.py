@@ -25,7 +25,21 @@ PORTS = {"starttls": 587, "ssl": 465, "none": 25}
 
 @dataclass(frozen=True, slots=True)
 class Email:
-    """A channel that sends e-mail to every address in `to`. `security`: «starttls», «ssl», or «none»."""
+    """A channel that sends e-mail to every address in `to`. `security`: «starttls», «ssl», or «none».
+
+    Args:
+        host: The mail server.
+        sender: The address that messages come from.
+        to: The addresses that they go to.
+        name: The channel's name, which rules refer to.
+        port: The mail server's port; by default that of `security`.
+        security: «starttls», «ssl», or «none».
+        user: The name to log in with, if the server asks for one.
+        password: The password for it.
+        again: Whether to resend a message that may have arrived already.
+        seconds: The time limit of one attempt.
+        ca: A file with the certificates to trust, instead of the system's.
+    """
 
     host: str
     sender: str
@@ -61,10 +75,15 @@ class Email:
 
     @property
     def identity(self) -> str:
+        """A digest that is the same for the same receiver in the next process, without any of its secrets."""
         return channels.identity("email", self.name, self.host, self.port, self.to)
 
     def send(self, message: Message, /) -> None:
-        """Send the message, or raise DeliveryError."""
+        """Send the message, or raise DeliveryError.
+
+        Args:
+            message: The alerts to deliver, and the run that they are about.
+        """
         email_bytes = self._email_of(message).as_bytes(policy=email.policy.SMTP)
         handed_over = False
         try:

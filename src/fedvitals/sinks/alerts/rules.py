@@ -127,7 +127,18 @@ class Rule:
 
 
 def rule(text: str, **settings: Any) -> Rule:
-    """Parse a rule from text. Settings: name, severity, node, gap («10 min», «5 rounds»), resolved, channels."""
+    """Parse a rule from text.
+
+    Args:
+        text: Such as «accuracy < 0.8 for 5 rounds» or «finding in client» (docs/alerts.md).
+        settings: `name`, `severity`, `node`, `gap` («10 min», «5 rounds»), `resolved`, `channels`.
+
+    Returns:
+        The rule, for `fv.Alerts(rules=[...])`.
+
+    Raises:
+        ConfigError: The text is not a rule, with what was expected instead.
+    """
     known = {field.name for field in fields(Rule)} - {"when"}
     for name in settings:
         if name not in known:

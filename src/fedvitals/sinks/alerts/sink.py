@@ -43,9 +43,16 @@ CLOSE_SECONDS = 5.0
 class Alerts(Sink):
     """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
-    `config`: an alerts.toml; or `rules` (texts, tables or `rule(...)`) and `channels`. What waits lies in `folder`, by
-    default beside the store, else beside the file; without either it is kept in memory, and a restart forgets it.
-    `families`: the family of each issue, which the monitor tells; a rule «finding in FAMILY» needs it.
+    What cannot be delivered waits in `folder` and is tried again. Without a folder it is kept in memory, and a
+    restart forgets it.
+
+    Args:
+        config: Path of an alerts.toml with rules and channels; or leave it out and pass `rules` and `channels`.
+        rules: Rules as text («accuracy < 0.8 for 5 rounds»), as tables, or made by `fv.sinks.rule`.
+        channels: Where alerts go: `fv.sinks.File`, `Command`, `Webhook`, `Email`.
+        group: Whether several alerts that wait may be sent as one message.
+        folder: Where undelivered alerts wait; by default beside the store, else beside the file.
+        families: The family of each issue, for rules such as «finding in client»; the monitor passes it.
     """
 
     name = "alerts"
@@ -85,7 +92,12 @@ class Alerts(Sink):
         self._gone: dict[str, int] = {}  # lost by deliveries that have ended
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
-        """Called by the monitor before the first record, with the folder beside the store and each issue's family."""
+        """Called by the monitor before the first record, with the folder beside the store and each issue's family.
+
+        Args:
+            folder: The folder beside the store, where undelivered alerts may wait.
+            families: The family of each issue.
+        """
         self._beside = folder or self._beside
         if self._families is None and families is not None:
             self._families = families
@@ -93,7 +105,11 @@ class Alerts(Sink):
                 logger.warning("%s", remark)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Evaluate the rules on these records, and queue the alerts that follow."""
+        """Evaluate the rules on these records, and queue the alerts that follow.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         self._start()
         for record in records:
             if isinstance(record, Metric | Finding):
@@ -102,14 +118,25 @@ class Alerts(Sink):
             self._send(evaluation.alerts())
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait, and return whether every alert so far is delivered, given up, or waiting for another attempt."""
+        """Wait, and return whether every alert so far is delivered, given up, or waiting for another attempt.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether that happened in time.
+        """
         done = [
             delivery.flush(timeout) for delivery in (self._deliveries or {}).values()
         ]  # each, whatever another says
         return all(done)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Send the last alerts and try once more what waits. What does not get through stays in the folder."""
+        """Send the last alerts and try once more what waits. What does not get through stays in the folder.
+
+        Args:
+            timeout: Seconds to wait at most.
+        """
         for evaluation in self._evaluations.values():
             self._send(evaluation.finish())
         for run in self._evaluations:

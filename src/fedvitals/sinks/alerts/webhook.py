@@ -34,7 +34,17 @@ NO_SECRETS = frozenset(("api", "hook", "hooks", "incoming", "integrations", "mes
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A channel that posts to an http or https address. Only its host is ever shown: the path is often a secret."""
+    """A channel that posts to an http or https address. Only its host is ever shown: the path is often a secret.
+
+    Args:
+        url: The address.
+        name: The channel's name, which rules refer to.
+        again: Whether to resend a message that may have arrived already.
+        seconds: The time limit of one attempt.
+        headers: HTTP headers that are sent along.
+        ca: A file with the certificates to trust, instead of the system's.
+        label: How the address is shown, with secrets left out.
+    """
 
     url: str = field(repr=False)
     name: str = "webhook"
@@ -53,10 +63,15 @@ class Webhook:
 
     @property
     def identity(self) -> str:
+        """A digest that is the same for the same receiver in the next process, without any of its secrets."""
         return channels.identity("webhook", self.name, self.label or self.url)
 
     def send(self, message: Message, /) -> None:
-        """Post the message, or raise DeliveryError."""
+        """Post the message, or raise DeliveryError.
+
+        Args:
+            message: The alerts to deliver, and the run that they are about.
+        """
         lines, data = message.lines, as_json(message)
         data["alerts"] = data["alerts"][:MOST_ALERTS]
         body = {

@@ -63,12 +63,16 @@ SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
 
 
 class OpenTelemetry(Sink):
-    """Sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`hosts.otlp.receiver`).
+    """Sends spans, metrics and events to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals. The
+    parts of a span's time are its children.
 
-    `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent
-    along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. The parts of a Span's time are its
-    children. `nodes`: of how many nodes metrics are sent, as each makes series of its own; spans are sent of all.
-    `signals`: «traces», «metrics», «logs», or some of these.
+    Args:
+        endpoint: The receiver's base address; by default OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.
+        headers: HTTP headers, for instance an authorization; by default OTEL_EXPORTER_OTLP_HEADERS.
+        nodes: Of how many nodes metrics are sent, since each makes series of its own; the spans of all are.
+        signals: Which of «traces», «metrics» and «logs» to send.
+        timeout: Seconds for one attempt.
+        tls: An `ssl.SSLContext`, if the system's certificates are not the right ones.
     """
 
     name = "opentelemetry"
@@ -103,7 +107,11 @@ class OpenTelemetry(Sink):
         self._opener = urllib.request.build_opener(*handlers)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Send the records. Raises ConnectionError to be retried, RecordError where the receiver refuses them."""
+        """Send the records. Raises ConnectionError to be retried, RecordError where the receiver refuses them.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         self._remember(records)
         # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.
         new = [record for record in records if id(record) not in self._sent and self._wanted(record)]

@@ -40,12 +40,18 @@ RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
 class Prometheus(Sink):
-    """Serves /metrics from the first record until every monitor that it was given to is closed.
+    """Serves /metrics from the first record until every monitor that it was given to is closed. One object may serve
+    several monitors.
 
-    `port` 0 takes a free one, which is logged. A `host` other than this machine's own needs a `token`, which the
-    scraper sends as a Bearer token. `signs`: metrics with a series for each node. Up to `nodes` clients have series of
-    their own; of more, only the `worst`: most findings first, then the farthest from the others. `series` bounds the
-    whole page. One object may serve several monitors.
+    Args:
+        port: The port; 0 takes a free one, which is logged.
+        host: The address to listen on. One other than this machine's own needs a `token`.
+        token: What the scraper sends as a Bearer token.
+        signs: Metrics with a series for each node.
+        nodes: Up to so many clients have series of their own.
+        worst: With more clients, how many of them have series: most findings first, then the farthest from the
+            others.
+        series: The most series on the whole page.
     """
 
     RULES = Path(__file__).with_name("rules.yml")  # alert rules for a Prometheus server
@@ -97,7 +103,11 @@ class Prometheus(Sink):
         return None if self._page is None else f"{self._page.url}/metrics"
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take in records. Never raises, so that nothing is counted twice."""
+        """Take in records. Never raises, so that nothing is counted twice.
+
+        Args:
+            records: What the monitor has measured and found since the last call.
+        """
         with self._lock:
             self._writers.add(threading.get_ident())
             touched: dict[str, RunState] = {}
@@ -121,7 +131,14 @@ class Prometheus(Sink):
             page.close()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return the page as it is scraped, and its content type."""
+        """Return the page as it is scraped, and its content type.
+
+        Args:
+            accept: The formats that the scraper accepts, as it says in its header.
+
+        Returns:
+            The page's text and its content type.
+        """
         encode, kind = self._exposition.choose_encoder(accept)
         return encode(_SingleCollection(self._families())), kind
 

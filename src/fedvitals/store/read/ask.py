@@ -9,6 +9,7 @@ import re
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +34,26 @@ class Answer:
     more: bool  # whether there was more than the limit allowed
 
 
-def query(reader: Reader, sql: str, limit: int | None = None) -> Answer:
-    """Run a person's statement and return its rows; StoreError when it is wrong or would change anything."""
-    database = reader.database
-    ask = _ask_postgres if database.dialect.name == "postgresql" else _ask_sqlite
+def query(
+    reader: Reader,
+    sql: str,
+    limit: int | None = None,
+    *,
+    seconds: float | None = None,
+    cell_bytes: int | None = None,
+) -> Answer:
+    """Run a person's statement and return its rows; StoreError when it is wrong or would change anything.
+
+    In SQLite, `seconds` bounds how long it may run, and `cell_bytes` the size of every value on the way. PostgreSQL
+    has the patience that the reader was opened with.
+    """
+    database, most = reader.database, None if limit is None else limit + 1
     try:
-        columns, rows = ask(database, sql, None if limit is None else limit + 1)
+        if database.dialect.name == "postgresql":
+            columns, rows = _ask_postgres(database, sql, most)
+        else:
+            with _bounded(database.connection, cell_bytes):
+                columns, rows = _ask_sqlite(database, sql, most, seconds)
     except database.dialect.errors as error:
         what = " ".join(database.dialect.hide(str(error)).split()).rstrip(".")
         if any(word in what for word in _REFUSALS):
@@ -57,8 +72,8 @@ def _refusal(sql: str) -> StoreError:
 Rows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 
 
-def _ask_sqlite(database: Database, sql: str, limit: int | None) -> Rows:
-    with _interruptible(database.connection):
+def _ask_sqlite(database: Database, sql: str, limit: int | None, seconds: float | None) -> Rows:
+    with _interruptible(database.connection), _timed(database.connection, seconds):
         cursor = database.connection.execute(sql)
         rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
         columns = tuple(column[0] for column in cursor.description or ())
@@ -88,6 +103,40 @@ def _interruptible(connection: sqlite3.Connection) -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
         if interrupted:
             usual(signal.SIGINT, None)
+
+
+@contextlib.contextmanager
+def _bounded(connection: sqlite3.Connection, cell_bytes: int | None) -> Iterator[None]:
+    """Refuse values larger than this meanwhile: one expression can make a text of a gigabyte."""
+    if cell_bytes is None:
+        yield
+        return
+    usual = connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, cell_bytes)
+    try:
+        yield
+    finally:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, usual)
+
+
+@contextlib.contextmanager
+def _timed(connection: sqlite3.Connection, seconds: float | None) -> Iterator[None]:
+    """End a statement that runs longer than this; StoreError then."""
+    if seconds is None:
+        yield
+        return
+    end = time.monotonic() + seconds
+    connection.set_progress_handler(lambda: time.monotonic() > end, INSTRUCTIONS)
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if time.monotonic() > end:
+            raise StoreError(
+                f"The statement ran longer than {seconds:g} seconds and was ended. Ask for less: name a run, a metric "
+                "and a round in WHERE."
+            ) from error
+        raise
+    finally:
+        connection.set_progress_handler(None, 0)
 
 
 def _ask_postgres(database: Database, sql: str, limit: int | None) -> Rows:

@@ -23,6 +23,7 @@ from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.symbols import Names
 
 _MAY = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+_NEVER = ("load_extension", "fts3_tokenizer")  # functions: one runs code of a file, the other tells an address
 _PRAGMAS = (
     "application_id", "user_version", "data_version", "schema_version",
     "database_list", "index_info", "index_list", "table_info", "table_list", "shrink_memory",
@@ -81,7 +82,7 @@ def _has_wrong_rounds(database: Database) -> bool:
 
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
-    if action in _MAY and second != "load_extension":
+    if action in _MAY and second not in _NEVER:
         return sqlite3.SQLITE_OK
     if (
         action == sqlite3.SQLITE_PRAGMA

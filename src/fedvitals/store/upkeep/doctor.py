@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,10 @@ from fedvitals.store.schema import TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.upkeep.values import missing_structure, unreadable
 
-if sys.platform != "win32":
+try:
     import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 PLACES = ("round", "step", "first_round", "last_round")  # columns that say where in a run a record belongs
 WAL_BYTES = 256 << 20  # a log beyond this is folded in by nobody
@@ -115,7 +116,7 @@ def _file(path: Path, wrong: list[str]) -> Sign:
 def writing_process(path: Path) -> str | None:
     """Who holds the store's lock; None when nobody does."""
     lock = path.with_name(path.name + ".lock")
-    if sys.platform == "win32" or not lock.exists():
+    if fcntl is None or not lock.exists():
         return None
     with lock.open("r+b") as file:
         try:

@@ -19,6 +19,7 @@ from fedvitals.views.comparison.divergence_point import NOISE, Differing, Diverg
 from fedvitals.views.comparison.runs import Comparison, ComparisonRow, Side, all_settings, compared
 from fedvitals.views.run_figures import Figures
 from fedvitals.views.series import Numbers, bucketed
+from fedvitals.views.units import percent
 
 POINTS = 400  # of a line
 LONGEST = 2000  # characters of a setting
@@ -168,7 +169,7 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
 
     clock = "virtual clock" if virtual else "real clock"
     return [
-        drawn("accuracy", "accuracy", "", "linear", lambda f: f.accuracy),
+        drawn("accuracy", "accuracy", "share", "linear", lambda f: f.accuracy),
         drawn("loss", "loss", "", "linear", lambda f: f.loss),
         drawn(
             "gsc", "gradient scale coefficient (GSC)", "", "log0", lambda f: f.gsc, "median over the clients, log axis"
@@ -374,7 +375,7 @@ def _parting(base: Side, side: Side, point: DivergencePoint) -> str:
 
 
 def _differing(what: Differing) -> str:
-    words = [f"{name} {_number(a)} against {_number(b)}" for name, (a, b) in what.metrics.items()]
+    words = [f"{name} {_shown(name, a)} against {_shown(name, b)}" for name, (a, b) in what.metrics.items()]
     nodes = list(what.nodes.items())
     if nodes and what.same_nodes:
         named = ", ".join(f"{node} ({_number(a)} against {_number(b)})" for node, (a, b) in nodes[:NAMED])
@@ -383,6 +384,10 @@ def _differing(what: Differing) -> str:
     elif nodes:
         words.append(f"the update norms of all {what.node_count} clients")
     return ", ".join(words)
+
+
+def _shown(name: str, value: float | None) -> str:
+    return percent(value) if name == "accuracy" and value is not None else _number(value)
 
 
 def _number(value: float | None) -> str:

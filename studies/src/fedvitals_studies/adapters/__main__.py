@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fedvitals_studies.adapters RESULTS.jsonl [--tuning]`: run the study, or go on with it, and print it."""
+"""`python -m fedvitals_studies.adapters RESULTS.jsonl [--part texts] [--tuning]`: run a part of the study, or go on
+with it, and print it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 
 from fedvitals_studies.adapters.study import (
-    FIRST_SEED,
     HEALTHY_RUNS,
+    PARTS,
     PLANTED_RUNS,
     TUNING_SEED,
     Judged,
@@ -24,13 +27,16 @@ def main() -> None:
     """Run the study; `--tuning`: on the seeds that limits may be set by."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--part", choices=[*PARTS], default="adapters")
     parser.add_argument("--tuning", action="store_true")
     parser.add_argument("--planted", type=int, default=PLANTED_RUNS)
     parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    first = TUNING_SEED if chosen.tuning else FIRST_SEED
-    sys.stdout.write(summary(run_study(chosen.results, first, chosen.planted, chosen.healthy, _tell)) + "\n")
+    part = PARTS[chosen.part]
+    if chosen.tuning:
+        part = dataclasses.replace(part, first_seed=TUNING_SEED)
+    sys.stdout.write(summary(run_study(chosen.results, part, chosen.planted, chosen.healthy, _tell)) + "\n")
 
 
 def _tell(run: Judged) -> None:

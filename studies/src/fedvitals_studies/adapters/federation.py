@@ -7,6 +7,9 @@
 | aggregation_bias | clients send other factors of the same product: turned, or with a new A |
 | scale_mismatch | some clients train and send with another α/r |
 | forgetting | the clients' steps are far too large |
+| length_imbalance | texts of some clients shrink to a few bytes and padding; or all are short, and some are cut off |
+| loss_spike | in one round, all steps are far too large, or the server enlarges what it has averaged |
+| dead_adapter | an adapter is left out of the optimisers, is frozen, or its gradient is lost |
 
 Without a fault, adapters are averaged: with one rank as they are, with several each direction over those who have it.
 """
@@ -16,7 +19,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -30,10 +34,16 @@ from fedvitals.records import Finding
 from fedvitals.store.in_memory import MemoryStore
 from fedvitals_studies.adapters.texts import (
     HELD_BACK_BYTES,
+    IGNORED,
+    LANGUAGES,
     MANUAL,
     MANUAL_BYTES,
     OTHER_CODE,
     PACKAGES,
+    PADDING,
+    WINDOW,
+    manual_pages,
+    shortened,
     text_of,
     windows,
 )
@@ -42,14 +52,19 @@ from fedvitals_studies.bench.gpt import GPT, Block
 WIDTH, LAYERS, HEADS, VOCABULARY = 48, 2, 4, 256
 BATCH, TEST_WINDOWS, PRETRAINING = 8, 64, 400
 PIECE = 500  # bytes of a text that stay together when texts are mixed
-FAULTS = ("rank_collapse", "aggregation_bias", "scale_mismatch", "forgetting")
 ISSUES = {
     "rank_collapse": "RANK_COLLAPSE",
     "aggregation_bias": "ADAPTER_AGGREGATION_BIAS",
     "scale_mismatch": "ADAPTER_SCALE_MISMATCH",
     "forgetting": "FORGETTING",
+    "length_imbalance": "LENGTH_IMBALANCE",
+    "loss_spike": "LOSS_SPIKE",
+    "dead_adapter": "DEAD_ADAPTER",
 }
 FORGETFUL_RATE = 0.08  # to twice that, over √(α/r): forty times the largest usual one
+SPIKE_ONSET = 6  # a loss has to be usual for a while before it can jump
+ENLARGED = 30.0  # times, in one round
+PADDED_LENGTH, SHORT_LENGTH, CUT_LENGTH = 14.0, 2.5, 1.25 * WINDOW  # bytes, on average
 State = Mapping[str, Tensor]
 
 
@@ -68,18 +83,20 @@ class Setting:
     own_texts: bool  # a package each, else a mixture of all
     weighted: bool  # by the length of the texts
     variant: float  # of the fault, from 0 to 1
+    padded: bool = False  # texts end early, and are padded to the window
+    foreign: str | None = None  # the language of one client's manual pages
 
 
-def drawn_setting(seed: int, fault: str | None, rounds: int) -> Setting:
-    """Return the federation of a seed."""
+def drawn_setting(seed: int, fault: str | None, rounds: int, *, other_texts: bool = False) -> Setting:
+    """Return the federation of a seed. `other_texts`: in two of three, texts are padded, or a client's are foreign."""
     generator = np.random.default_rng((seed, 27))
     clients = int(generator.integers(5, 11))
     largest = int(generator.choice([8, 16]))
     mixed = fault == "rank_collapse" or (fault != "aggregation_bias" and generator.random() < 0.5)
     few = [largest // 4, largest // 2]
     ranks = [int(generator.choice(few)) for _ in range(clients - 1)] if mixed else [largest] * (clients - 1)
-    onset = int(generator.integers(2, 5))
-    return Setting(
+    onset = int(generator.integers(2, 5)) + (SPIKE_ONSET - 2 if fault == "loss_spike" else 0)
+    setting = Setting(
         seed,
         fault,
         rounds,
@@ -92,6 +109,9 @@ def drawn_setting(seed: int, fault: str | None, rounds: int) -> Setting:
         bool(generator.random() < 0.5),
         float(generator.random()),
     )
+    kind, language = int(generator.integers(3)), str(generator.choice(LANGUAGES))
+    padded = fault == "length_imbalance" or (other_texts and kind == 1)
+    return replace(setting, padded=padded, foreign=language if other_texts and kind == 2 else None)
 
 
 @functools.cache
@@ -111,12 +131,13 @@ def pretrained() -> GPT:
 
 
 def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x).reshape(-1, VOCABULARY), y.reshape(-1))
+    return functional.cross_entropy(model(x).reshape(-1, VOCABULARY), y.reshape(-1), ignore_index=IGNORED)
 
 
 def output_loss(output: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
     """Return the loss of each text or of all, from the model's output, as `monitor.client` takes it."""
-    losses = functional.cross_entropy(output.transpose(1, 2), y, reduction="none").mean(1)
+    losses = functional.cross_entropy(output.transpose(1, 2), y, reduction="none", ignore_index=IGNORED)
+    losses = losses.sum(1) / (y != IGNORED).sum(1)
     return losses if reduction == "none" else losses.mean()
 
 
@@ -146,7 +167,9 @@ class AdapterFederation:
         self._model = adapted(max(setting.ranks), setting.scale)
         names = [*self._numbers.permutation(PACKAGES)[: len(setting.ranks)]]
         texts = [text_of(str(name)) for name in names]
-        if not setting.own_texts:
+        if setting.foreign is not None:
+            texts[0] = manual_pages(setting.foreign)
+        if not setting.own_texts and setting.foreign is None:
             pieces = [piece for text in texts for piece in text.split(PIECE)[:-1]]
             order = torch.randperm(len(pieces), generator=self._generator).tolist()
             texts = [torch.cat([pieces[i] for i in order[place :: len(texts)]]) for place in range(len(texts))]
@@ -158,14 +181,18 @@ class AdapterFederation:
         sizes = self._numbers.integers(1, 4, len(texts)).astype(float)
         self._sizes = sizes if setting.weighted else np.ones(len(texts))
         self._odd = {int(i) for i in self._numbers.permutation(len(texts))[: max(1, len(texts) // 3)]}
+        self._lengths = PADDED_LENGTH * self._numbers.uniform(0.6, 1.6, len(texts))
 
     def run(self, monitor: Monitor) -> None:
         """Train all rounds, watched by a monitor."""
         for number in range(self.setting.rounds):
             ill = self.setting.fault is not None and number >= self.setting.onset
+            ill = ill and (self.setting.fault != "loss_spike" or number == self.setting.onset)
             with monitor.round(number, self._model):
                 states = [self._client(monitor, place, ill=ill) for place in range(len(self.setting.ranks))]
                 self._aggregate(states, padded=ill and self.setting.fault == "rank_collapse")
+                if number == self.setting.onset and self.setting.fault == "loss_spike" and self.setting.variant < 0.5:
+                    self._enlarge()
                 with torch.no_grad():
                     loss = torch.stack([token_loss(self._model, *test) for test in self._tests]).mean()
                     forgotten = token_loss(self._model, *self._held_back)
@@ -177,7 +204,7 @@ class AdapterFederation:
         scale, rate = setting.scale, setting.rate
         if fault == "scale_mismatch" and place in self._odd:
             scale *= (0.25, 0.5, 4.0, 8.0)[int(setting.variant * 4)]
-        if fault == "forgetting":
+        if fault == "forgetting" or (fault == "loss_spike" and setting.variant >= 0.5):
             rate = FORGETFUL_RATE * (1 + setting.variant) / scale**0.5
         model = adapted(rank, scale)
         global_state = trained_state(self._model)
@@ -187,17 +214,48 @@ class AdapterFederation:
                     whole = global_state[name]
                     parameter.copy_(whole[:rank] if "lora_A" in name else whole[:, :rank])
         x, y = windows(self._train[place], BATCH * setting.steps, self._generator)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+        if setting.padded:
+            x, y = shortened(x, y, self._length(place, fault), self._generator)
+            model.config = SimpleNamespace(pad_token_id=PADDING)  # type: ignore[assignment]
+        dead = [p for name, p in model.named_parameters() if fault == "dead_adapter" and self._is_dead(name)]
+        optimizer = torch.optim.AdamW(self._trained(model, dead), rate)
         with monitor.client(f"c{place}", model, data=TensorDataset(x, y), loss=output_loss):
             if fault == "aggregation_bias" and setting.variant < 0.5:
                 self._new_directions(model)
             for own_x, own_y in zip(x.split(BATCH), y.split(BATCH), strict=True):
                 optimizer.zero_grad()
                 token_loss(model, own_x, own_y).backward()
+                for parameter in dead:
+                    parameter.grad = None
                 optimizer.step()
             if fault == "aggregation_bias" and setting.variant >= 0.5:
                 self._turn(model)
-        return trained_state(model)
+        return {name: p.detach().clone() for name, p in model.named_parameters() if name in global_state}
+
+    def _trained(self, model: nn.Module, dead: Sequence[Tensor]) -> list[Tensor]:
+        """Return what an optimiser is given: a dead adapter is left out of it, frozen, or only has no gradients."""
+        if 1 / 3 <= self.setting.variant < 2 / 3:
+            for parameter in dead:
+                parameter.requires_grad_(False)
+        left_out = {*map(id, dead)} if self.setting.variant < 1 / 3 else set()
+        return [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
+
+    def _length(self, place: int, fault: str | None) -> float:
+        """Return the mean length of a client's texts: where some are cut off, those of the others are short."""
+        cut = self.setting.fault == "length_imbalance" and self.setting.variant >= 0.5
+        usual = float(self._lengths[place]) * (0.35 if cut else 1.0)
+        return usual if fault is None or place not in self._odd else CUT_LENGTH if cut else SHORT_LENGTH
+
+    def _is_dead(self, name: str) -> bool:
+        """Return whether a parameter is of the adapter that does not train: of one layer, the same on all clients."""
+        layer = ("blocks.0.qkv.", "blocks.0.down.", "blocks.1.qkv.", "blocks.1.down.")[self.setting.seed % 4]
+        return name.startswith(layer) and "lora_" in name
+
+    @torch.no_grad()
+    def _enlarge(self) -> None:
+        """Multiply B of the averaged adapters, as a wrong rate of the server does."""
+        for layer in _adapters(self._model):
+            layer.lora_B.weight.mul_(ENLARGED)
 
     @torch.no_grad()
     def _new_directions(self, model: nn.Module) -> None:

@@ -2,8 +2,8 @@
 """Planted and healthy federations, each judged by what the detectors of «standard» said of it.
 
 A planted problem counts as found if its issue is named within three rounds of its onset, and not before. In healthy
-federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000; those of the
-study begin there.
+federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000 and, for the
+second part, on none; those of the two parts begin at 2000 and 4000.
 """
 
 from __future__ import annotations
@@ -12,16 +12,31 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fedvitals.diagnosis.cases import cases, is_trouble
-from fedvitals_studies.adapters.federation import FAULTS, ISSUES, drawn_setting, watched_run
+from fedvitals_studies.adapters.federation import ISSUES, drawn_setting, watched_run
 
-FIRST_SEED, TUNING_SEED = 2000, 1000
+TUNING_SEED = 1000
 PLANTED_RUNS, HEALTHY_RUNS, HEALTHY_ROUNDS = 40, 50, 10
 WITHIN = 3  # rounds
 FOUND_BAR, ALARM_BAR = 0.95, 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the study: its faults, its first seed, and whether healthy texts are also padded or foreign."""
+
+    faults: tuple[str, ...]
+    first_seed: int
+    other_texts: bool
+
+
+PARTS = {
+    "adapters": Part(("rank_collapse", "aggregation_bias", "scale_mismatch", "forgetting"), 2000, other_texts=False),
+    "texts": Part(("length_imbalance", "loss_spike", "dead_adapter"), 4000, other_texts=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +56,11 @@ class Judged:
         return self.onset is not None and self.named is not None and self.onset <= self.named < self.onset + WITHIN
 
 
-def judged_run(seed: int, fault: str | None) -> Judged:
+def judged_run(seed: int, fault: str | None, *, other_texts: bool) -> Judged:
     """Run one federation: to three rounds after the onset, or of HEALTHY_ROUNDS."""
-    setting = drawn_setting(seed, fault, HEALTHY_ROUNDS)
+    setting = drawn_setting(seed, fault, HEALTHY_ROUNDS, other_texts=other_texts and fault is None)
     if fault is not None:
-        setting = drawn_setting(seed, fault, setting.onset + WITHIN)
+        setting = replace(setting, rounds=setting.onset + WITHIN)
     began = time.perf_counter()
     findings, _, _ = watched_run(setting)
     own = [f.where.round for f in findings if fault is not None and f.issue == ISSUES[fault]]
@@ -63,25 +78,25 @@ def judged_run(seed: int, fault: str | None) -> Judged:
     )
 
 
-def planned(first: int, planted: int, healthy: int) -> Iterator[tuple[int, str | None]]:
-    """Yield the seeds and faults of the study, those of each kind spread over it."""
+def planned(faults: Sequence[str], first: int, planted: int, healthy: int) -> Iterator[tuple[int, str | None]]:
+    """Yield the seeds and faults of a part, those of each kind spread over it."""
     for place in range(max(planted, healthy)):
-        for fault in (*FAULTS, None):
+        for fault in (*faults, None):
             if place < (healthy if fault is None else planted):
                 yield first + place, fault
 
 
 def run_study(
-    results: Path, first: int, planted: int, healthy: int, tell: Callable[[Judged], None] = lambda _: None
+    results: Path, part: Part, planted: int, healthy: int, tell: Callable[[Judged], None] = lambda _: None
 ) -> list[Judged]:
-    """Run what is not among the results yet, one line each; returns all."""
+    """Run what of a part is not among the results yet, one line each; returns all."""
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {(run.seed, run.fault): run for run in kept_runs(results)}
-    wanted = [*planned(first, planted, healthy)]
+    wanted = [*planned(part.faults, part.first_seed, planted, healthy)]
     with results.open("a", encoding="utf-8") as file:
         for seed, fault in wanted:
             if (seed, fault) not in done:
-                run = done[seed, fault] = judged_run(seed, fault)
+                run = done[seed, fault] = judged_run(seed, fault, other_texts=part.other_texts)
                 file.write(json.dumps(asdict(run)) + "\n")
                 file.flush()
                 tell(run)
@@ -109,7 +124,7 @@ def alarm_rate(runs: Sequence[Judged]) -> tuple[int, int]:
 def summary(runs: Sequence[Judged]) -> str:
     """Return the study's figures as a table in Markdown, each beside its bar."""
     lines = ["| what | measured | bar | |", "| --- | ---: | ---: | --- |"]
-    for fault in FAULTS:
+    for fault in dict.fromkeys(run.fault for run in runs if run.fault is not None):
         found, total = found_share(runs, fault)
         share = found / total if total else math.nan
         verdict = "met" if share >= FOUND_BAR else "missed"

@@ -27,7 +27,7 @@ from fedvitals.kernels import GradientRecorder
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.hooks import StepHooks
-from fedvitals.probes.presets import Preset, preset
+from fedvitals.probes.presets import LOSS_ROUNDS, Preset, preset
 from fedvitals.probes.scale import scale
 from fedvitals_studies.bench.gpt import GPT, VOCABULARY
 from fedvitals_studies.bench.other_watchers import CockpitHooks, WandbWatch
@@ -79,7 +79,7 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
             rows += _judged("rounds", _per_round(workload, pairs=7 if quick else 41))
         for workload in (WORKLOADS[1], _DEMO) if "data" in parts else ():
             tell(f"tap and data channel per round: {workload.name}")
-            rows += _judged("data", _data_signs(workload, pairs=7 if quick else 41))
+            rows += _judged("data", _data_signs(workload, cycles=1 if quick else 12))
         for part in [name for name in ("llm", "others") if name in parts]:
             tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
             rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))
@@ -215,11 +215,12 @@ def _federation(workload: Workload) -> tuple[Any, list[DataLoader[Any]]]:
     return start, loaders
 
 
-def _data_signs(workload: Workload, pairs: int) -> list[Row]:
+def _data_signs(workload: Workload, cycles: int) -> list[Row]:
     """What the tap (training losses by class) and the data channel add to a round, as a share of the bare round.
 
-    Two monitors that differ by them alone take turns. Data that stay the same are described in the first round, which
-    is not counted; what that takes once, at most, is a row of its own.
+    Two monitors that differ by them alone take turns, round by round. The tap measures one round in LOSS_ROUNDS, so as
+    many rounds are added up before anything is compared: a median over single rounds would not see it. Data that stay
+    the same are described in the first round, which is not counted; what that takes once is a row of its own.
     """
     start, loaders = _federation(workload)
     whole = without_scale()
@@ -232,12 +233,13 @@ def _data_signs(workload: Workload, pairs: int) -> list[Row]:
             arms[name] = _counted(workload, start, loaders, stack.enter_context(monitor))
         for arm in [*arms.values()] * 2:
             arm()
-        times = _interleaved(arms, pairs)
+        rounds = _interleaved(arms, cycles * LOSS_ROUNDS)
     began = time.process_time()
     for index, loader in enumerate(loaders):
         DataWatch().look(f"c{index}", loader)
-    described = 100 * (time.process_time() - began) / float(np.median(times["bare"]))
-    common = {"what": "tap and data channel per round", "model": workload.name, "pairs": pairs}
+    described = 100 * (time.process_time() - began) / float(np.median(rounds["bare"]))
+    common = {"what": "tap and data channel per round", "model": workload.name, "pairs": cycles}
+    times = {name: np.reshape(own, (cycles, LOSS_ROUNDS)).sum(axis=1).tolist() for name, own in rounds.items()}
     added = [b + w - o for b, w, o in zip(times["bare"], times["with"], times["without"], strict=True)]
     quickest = {name: float(np.percentile(own, 10)) for name, own in times.items()}
     quiet = 100 * (quickest["with"] - quickest["without"]) / quickest["bare"]

@@ -6,16 +6,18 @@ The bank `attacks` is measured by the bars about backdoors and ByzFL's attacks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fedvitals_studies.faultbank.accepted import BACKDOORS
 from fedvitals_studies.faultbank.bars import FEW, Bar
-from fedvitals_studies.faultbank.figures import FIGURES, Judgements, Row, about
+from fedvitals_studies.faultbank.figures import FIGURES, Judgements, Row, about, row
 from fedvitals_studies.faultbank.intervals import NOTHING, Estimate
 from fedvitals_studies.faultbank.score import Judgement, Target
-from fedvitals_studies.faultbank.strict import macro_f1, pooled_alarms, recall_beside_full
+from fedvitals_studies.faultbank.strict import alarms_by_group, by_kind, macro_f1, pooled_alarms, recall_beside_full
 
 BANK_OF_ATTACKS = "attacks"
+LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
+ATTACKER_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "accused_faulty", "top_1")
 FLIPPED = 0.15  # of a client's samples, at least, for one flipped class to be asked for
 NOISY = 0.4  # of a client's labels
 SUCCESSFUL = 0.5  # of the triggered samples, for a backdoor to be one
@@ -76,7 +78,7 @@ def _flip_bars(judged: Judgements) -> tuple[Bar, ...]:
 
 def _loudest_group(alarms: Mapping[str, Sequence[Row]]) -> Bar:
     name = "the same in the worst group, lower 95 % limit"
-    rows = [(f"{group}: {row.name}", row.figures["alarms"]) for group, rows in alarms.items() for row in rows]
+    rows = [(f"{group}: {own.name}", own.figures["alarms"]) for group, rows in alarms.items() for own in rows]
     measured = [(words, rate.low, rate.count) for words, rate in rows if rate.low is not None]
     if not measured:
         return Bar(name, 1.0, False, NOTHING)
@@ -88,19 +90,47 @@ def _loudest_group(alarms: Mapping[str, Sequence[Row]]) -> Bar:
 
 def _worst_kind(kinds: Sequence[Row]) -> Bar:
     name = "cause right, worst fault kind"
-    found = [row for row in kinds if row.figures["cause"].measured and row.figures["cause"].count >= FEW]
+    found = [own for own in kinds if own.figures["cause"].measured and own.figures["cause"].count >= FEW]
     if not found:
         return Bar(name, 0.75, True, NOTHING, "%")
-    worst = min(found, key=lambda row: row.figures["cause"].value or 0.0)
+    worst = min(found, key=lambda own: own.figures["cause"].value or 0.0)
     note = f"worst: {worst.name}; kinds with fewer than {FEW} culprits found left out"
     return Bar(name, 0.75, True, worst.figures["cause"], "%", note)
+
+
+def looks(judged: Judgements, lied: Judgements, at_levels: Judgements, seen: Collection[str]) -> dict[str, list[Bar]]:
+    """The bars for runs that were never examined before, and for those that were (`seen`: their cases)."""
+    found = {}
+    for name, is_seen in (("first look", False), ("second look", True)):
+        own, own_lied, own_levels = (
+            [each for each in runs if (each.outcome.case.removesuffix(LYING) in seen) == is_seen]
+            for runs in (judged, lied, at_levels)
+        )
+        if seen and own:
+            found[f"{name}, {len(own)} runs"] = [
+                *asked_bars(own, own_lied, own_levels, alarms_by_group(own), by_kind(own))
+            ]
+    return found
+
+
+def attackers_by_method(by_method: Mapping[str, Judgements]) -> list[Row]:
+    """The bank of attacks: backdoors that succeed, and ByzFL's attacks with the clean runs, by each method that was
+    tried on them.
+    """
+    rows = []
+    for words, wanted in (("backdoors that succeed", _is_open), ("ByzFL's attacks", _is_byzantine)):
+        for method, judged in by_method.items():
+            runs = [each for each in judged if each.outcome.bank == BANK_OF_ATTACKS and wanted(each)]
+            if any(each.targets for each in runs):
+                rows.append(row(f"{words}: {method}", runs, ATTACKER_FIGURES))
+    return rows
 
 
 def _attack_bars(judged: Judgements) -> tuple[Bar, ...]:
     doors = [each for each in judged if _is_open(each)]
     note = f"{len(doors)} runs, {BACKDOOR_PARTITION}; attackers accused at any time, whatever the issue"
     words = f"backdoors that succeed in {100 * SUCCESSFUL:g} % or more"
-    byzantine = [each for each in judged if not _has_backdoor(each)]
+    byzantine = [each for each in judged if _is_byzantine(each)]
     return (
         Bar(f"{words}: attackers found", 0.90, True, FIGURES["culprit_recall"](doors), "%", note),
         Bar(f"{words}: benign client-rounds accused", 0.01, False, FIGURES["accused_faulty"](doors), "%"),
@@ -116,6 +146,10 @@ def _attack_bars(judged: Judgements) -> tuple[Bar, ...]:
 
 def _has_backdoor(each: Judgement) -> bool:
     return any(fault.kind in BACKDOORS for fault in each.outcome.faults)
+
+
+def _is_byzantine(each: Judgement) -> bool:
+    return not _has_backdoor(each)
 
 
 def _is_open(each: Judgement) -> bool:

@@ -99,12 +99,15 @@ class How:
     device: str = "cpu"
     seconds: float | None = None  # of training; what is not trained by then is left out
     beside: Path | None = None  # another page's summary.json
+    seen: Collection[str] = ()  # cases that were examined before
+    detectors: tuple[str, ...] = ()  # that a user brings, judged beside ours
 
 
 def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
     """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
     other = None if how.beside is None else read_other(how.beside)
     resolve_device(how.device)
+    made_by = sources(how.detectors)
     cases, absent = without_absent(bank.cases, data)
     if not cases:
         raise ConfigError("\n".join([f"No case of the bank {bank.name} can be run.", *(a.words for a in absent)]))
@@ -114,18 +117,20 @@ def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) ->
         told = _noting(failed, stage("training", len(missing)))
         watch_all(missing, folder / RUNS, data, how.workers, told, how.device, how.seconds)
     there = [case for case in cases if is_there(folder / RUNS, case)]
-    told = _noting(failed, stage("examining", to_examine(there, folder / OUTCOMES)))
-    outcomes = examine_all(there, folder / RUNS, folder / OUTCOMES, how.workers, told)
+    told = _noting(failed, stage("examining", to_examine(there, folder / OUTCOMES, how.detectors)))
+    outcomes = examine_all(there, folder / RUNS, folder / OUTCOMES, how.workers, told, how.detectors)
     if not outcomes and not failed:
         raise ConfigError("No case was trained in that time: give it more minutes.")
     if not outcomes:
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
     remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
-    return _summary_of_bank(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
+    return _summary_of_bank(bank, folder, outcomes, {made_by}, failed, remarks, other, absent, how.seen)
 
 
-def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None) -> Taken:
-    """The page of what was trained and examined on another machine (`faultbank_away`); here, nothing is trained."""
+def take_home(
+    bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None, seen: Collection[str] = ()
+) -> Taken:
+    """The page of what was trained and examined on another machine (`remote_run`); here, nothing is trained."""
     other = None if beside is None else read_other(beside)
     merged = merge(bank, files, folder)
     outcomes, made_by = read_all(bank.cases, folder / OUTCOMES)
@@ -136,7 +141,7 @@ def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | No
         f"{fact['seconds']:.0f} s, commit {fact['commit']}"
         for fact in merged.calls
     ]
-    return _summary_of_bank(bank, folder, outcomes, made_by, merged.failed, remarks, other)
+    return _summary_of_bank(bank, folder, outcomes, made_by, merged.failed, remarks, other, seen=seen)
 
 
 def _summary_of_bank(
@@ -148,6 +153,7 @@ def _summary_of_bank(
     remarks: Sequence[str],
     other: Mapping[str, Any] | None,
     absent: Sequence[Absent] = (),
+    seen: Collection[str] = (),
 ) -> Taken:
     there = [case for case in bank.cases if is_there(folder / RUNS, case)]
     abouts = {case.name: load_about(folder / RUNS, case) for case in there}
@@ -168,7 +174,7 @@ def _summary_of_bank(
     if bank.settings:
         matrix = summarise_matrix(bank, outcomes, abouts)
         return Taken(bank, matrix, write_matrix_page(matrix, folder, found), absent, tuple(failed.items()))
-    summary = summarise(outcomes)
+    summary = summarise(outcomes, seen=seen)
     files = write_page(summary, outcomes, folder, found, dict(trained), other)
     files = (*files, write_outcomes(outcomes, folder), write_rates(summary, bank, folder))
     return Taken(bank, summary, files, absent, tuple(failed.items()))

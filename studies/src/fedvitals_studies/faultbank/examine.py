@@ -14,6 +14,7 @@ import msgspec
 from fedvitals import diagnosis
 from fedvitals_studies.faultbank import accepted, lying, outcome, pool, privacy_levels, recording, score
 from fedvitals_studies.faultbank.baselines import history, sagemaker, updates
+from fedvitals_studies.faultbank.brought_detectors import sources_of
 from fedvitals_studies.faultbank.cases import Case
 from fedvitals_studies.faultbank.pool import Done
 from fedvitals_studies.faultbank.score import Outcome
@@ -24,7 +25,7 @@ MAKERS = (
     *(history, sagemaker, updates),
     *(accepted, lying, outcome, privacy_levels, score, recording),
 )
-Task = tuple[Case, Path, Path, str]
+Task = tuple[Case, Path, Path, str, tuple[str, ...]]
 
 
 class Kept(msgspec.Struct):
@@ -35,35 +36,41 @@ class Kept(msgspec.Struct):
 
 
 @cache
-def sources() -> str:
-    """The digest of everything that has a say in an outcome: source files, and tables that are shipped with them."""
+def sources(brought: tuple[str, ...] = ()) -> str:
+    """The digest of everything that has a say in an outcome: source files, tables that are shipped with them, and
+    detectors that a user brings.
+    """
     folder = Path(diagnosis.__file__ or "").parent
     files = [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     files += [Path(module.__file__ or "") for module in MAKERS]
     found = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         found.update(f"{file.name}\n".encode() + file.read_bytes())
+    found.update(sources_of(brought))
     return found.hexdigest()
 
 
-def examine_all(cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done) -> list[Outcome]:
+def examine_all(
+    cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done, brought: tuple[str, ...] = ()
+) -> list[Outcome]:
     """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out.
 
     So is a run that was brought from elsewhere without its recording, unless its outcome is by these sources.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    made_by = sources(brought)
     there = [case for case in cases if pool.is_there(runs, case)]
-    left = [case for case in there if _kept(folder, case) is None and pool.file_of(runs, case, "npz").exists()]
+    left = [case for case in there if _kept(folder, case, made_by) is None and pool.file_of(runs, case, "npz").exists()]
     # The longest first, so that no process is left alone with one at the end.
     left.sort(key=lambda case: -case.experiment.rounds * case.experiment.clients)
-    for task, error in in_processes(examine, [(case, runs, folder, sources()) for case in left], workers):
+    for task, error in in_processes(examine, [(case, runs, folder, made_by, brought) for case in left], workers):
         done(task[0].name, error.why if isinstance(error, Ended) else error)
-    return [outcome for case in there for outcome in _kept(folder, case) or ()]
+    return [outcome for case in there for outcome in _kept(folder, case, made_by) or ()]
 
 
-def to_examine(cases: Iterable[Case], folder: Path) -> int:
+def to_examine(cases: Iterable[Case], folder: Path, brought: tuple[str, ...] = ()) -> int:
     """For how many of the cases the outcome is not there, or not by these sources."""
-    return sum(_kept(folder, case) is None for case in cases)
+    return sum(_kept(folder, case, sources(brought)) is None for case in cases)
 
 
 def read_all(cases: Iterable[Case], folder: Path) -> tuple[list[Outcome], set[str]]:
@@ -79,7 +86,7 @@ def read_all(cases: Iterable[Case], folder: Path) -> tuple[list[Outcome], set[st
 
 
 def is_examined(folder: Path, case: Case) -> bool:
-    return _kept(folder, case) is not None
+    return _kept(folder, case, sources()) is not None
 
 
 def file_of(folder: Path, case: Case) -> Path:
@@ -87,9 +94,9 @@ def file_of(folder: Path, case: Case) -> Path:
     return path.with_name(f"{path.name}.outcome")
 
 
-def _kept(folder: Path, case: Case) -> list[Outcome] | None:
+def _kept(folder: Path, case: Case, made_by: str) -> list[Outcome] | None:
     kept = _read(folder, case)
-    return kept.outcomes if kept is not None and kept.sources == sources() else None
+    return kept.outcomes if kept is not None and kept.sources == made_by else None
 
 
 def _read(folder: Path, case: Case) -> Kept | None:
@@ -102,9 +109,9 @@ def _read(folder: Path, case: Case) -> Kept | None:
 
 def examine(task: Task) -> str | None:
     """Examine one and keep what came of it; gives what went wrong, if it did."""
-    case, runs, folder, made_by = task
+    case, runs, folder, made_by, brought = task
     try:
-        outcomes = _outcomes(case, runs)
+        outcomes = _outcomes(case, runs, brought)
         draft = file_of(folder, case).with_suffix(".part")
         draft.write_bytes(msgspec.msgpack.encode(Kept(made_by, outcomes)))
         draft.replace(file_of(folder, case))
@@ -113,13 +120,13 @@ def examine(task: Task) -> str | None:
     return None
 
 
-def _outcomes(case: Case, runs: Path) -> list[Outcome]:
+def _outcomes(case: Case, runs: Path, brought: tuple[str, ...]) -> list[Outcome]:
     recorded, about = pool.load(runs, case)
     twin = None
     if case.faulty and pool.is_there(runs, case.twin):
         twin = pool.load(runs, case.twin)
-    found = [outcome.outcome_of(case, recorded, about, twin)]
+    found = [outcome.outcome_of(case, recorded, about, twin, brought=brought)]
     if case.setting is None and outcome.liars(found[0].faults):
-        found.append(outcome.outcome_of(case, recorded, about, twin, lies=True))
+        found.append(outcome.outcome_of(case, recorded, about, twin, lies=True, brought=brought))
     found += [outcome.outcome_of(case, recorded, about, twin, level=level) for level in case.levels]
     return found

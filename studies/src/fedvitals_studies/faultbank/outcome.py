@@ -26,15 +26,17 @@ from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
+from fedvitals_studies.faultbank.asked import LYING
 from fedvitals_studies.faultbank.baselines.differential import healthy_limit
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
 from fedvitals_studies.faultbank.baselines.published import ALIGN_INS, FL_DETECTOR
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, accused_by, feddebug_accused
+from fedvitals_studies.faultbank.brought_detectors import load_detectors
 from fedvitals_studies.faultbank.cases import Case
 from fedvitals_studies.faultbank.lying import lying
 from fedvitals_studies.faultbank.privacy_levels import at_level
 from fedvitals_studies.faultbank.recording import Recording
-from fedvitals_studies.faultbank.report import LYING, OURS
+from fedvitals_studies.faultbank.report import OURS
 from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Outcome, Planted
 
@@ -59,10 +61,12 @@ def outcome_of(
     *,
     lies: bool = False,
     level: int | None = None,
+    brought: Sequence[str] = (),
 ) -> Outcome:
     """What all methods say of a case; `twin`: the same run without its faults; `lies`: the culprits lie.
 
     `level`: a privacy level. Our detectors alone are asked, with what would have been released at that level.
+    `brought`: names of detectors that a user brings; each is judged as a method of its own.
     """
     faults = planted(case, about, None if twin is None else twin[0])
     if lies:
@@ -76,6 +80,9 @@ def outcome_of(
     if level is None:
         methods |= _by_updates(about, faults)
         scores |= _scores_by_updates(about, faults)
+    for name in brought:
+        methods[name] = _by_detectors(recording, load_detectors(name))
+        scores[name] = suspects_of(methods[name], about.present)
     examined = examination(recording)
     return Outcome(
         client_rounds=examined.client_rounds,
@@ -282,6 +289,11 @@ def stated(probabilities: Mapping[Node, float], faults: Sequence[Planted], numbe
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
+
+
+def _by_detectors(recording: Recording, detectors: Sequence[Detector]) -> list[Alarm]:
+    examination = DetectorExamination(recording, detectors, None, finished=True)
+    return [alarm_of(finding) for number in recording.rounds() for finding in examination.findings_of(number)]
 
 
 def _by_history(

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedvitals.errors import ConfigError
 from fedvitals_studies.faultbank.report import OURS
 from fedvitals_studies.faultbank.score import Outcome, Raised, Target, judge
 
@@ -22,6 +24,16 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> Path:
         for line in _lines(outcomes):
             file.write(json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n")
     return path
+
+
+def read_cases(path: Path) -> frozenset[str]:
+    """Return the names of the cases in a file of outcomes, as it is or compressed: those that were examined before."""
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+        return frozenset(str(json.loads(line)["case"]) for line in text.splitlines())
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as a fault bank's outcomes: {error}.") from error
 
 
 def _lines(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:

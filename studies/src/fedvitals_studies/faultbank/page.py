@@ -14,6 +14,7 @@ from typing import Any
 from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals_studies.faultbank import comparison as beside
 from fedvitals_studies.faultbank import plot
+from fedvitals_studies.faultbank.asked import ATTACKER_FIGURES
 from fedvitals_studies.faultbank.bars import Bar
 from fedvitals_studies.faultbank.figures import Row
 from fedvitals_studies.faultbank.intervals import DRAWS, Estimate
@@ -58,6 +59,10 @@ PERCENT = frozenset(
 )
 ISSUE_FIGURES = ("f1", "precision", "recall", "alarms")
 METHODS = "Methods side by side"
+ATTACKERS = (
+    "Culprits: attackers accused at any time, whatever the issue. ByzFL's attacks stand with the clean runs of the "
+    "bank. The other methods are implemented as published, and see the same runs."
+)
 LYING_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "recall")
 
 
@@ -198,6 +203,7 @@ def _blocks(
 
 def _strict(summary: Summary) -> list[Block]:
     """By issue and node, and what belongs to it."""
+    attackers = _table("Attackers, by method", "runs: method", summary.attackers, ATTACKER_FIGURES, ATTACKERS)
     liars = _table("Culprits that lie", "fault", summary.liars, LIAR_FIGURES, "No clean runs.")
     levels = _table(
         "The same runs, with what each privacy level releases",
@@ -224,6 +230,7 @@ def _strict(summary: Summary) -> list[Block]:
         ),
         *([levels] if summary.levels else []),
         *([liars] if summary.liars else []),
+        *([attackers] if summary.attackers else []),
     ]
 
 
@@ -244,6 +251,21 @@ def _beside(summary: Summary, trained: Mapping[str, int], other: Mapping[str, An
     return beside.blocks(table, here, there)
 
 
+def _looks(summary: Summary) -> list[Block]:
+    """The same bars, by whether the runs were examined before."""
+    if not summary.looks:
+        return []
+    body = tuple(
+        (
+            *bar_row(own[0])[:2],
+            *(f"{words(bar.obtained, bar.unit == '%')} {MARKS[bar.verdict]}" for bar in own),
+        )
+        for own in zip(*summary.looks.values(), strict=True)
+    )
+    note = "First look: these runs had never been examined by any detector. Second look: by an earlier version."
+    return [Table("By whether runs were examined before", ("bar", "asked", *summary.looks), body, note)]
+
+
 def _bars(summary: Summary) -> list[Block]:
     return [
         Heading(2, "The bars"),
@@ -254,6 +276,7 @@ def _bars(summary: Summary) -> list[Block]:
             "A wrong name on the right client counts against precision. The limits of a group's alarms are those of a "
             "Poisson rate.",
         ),
+        *_looks(summary),
         Table(
             "Older bars: a wrong name on the right client counts as precise",
             ("bar", "asked", "obtained [95 %]", "verdict", ""),

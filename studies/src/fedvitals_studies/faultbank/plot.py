@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, INK
+from fedvitals.palette import MODEL as BLUE
+from fedvitals.plot.style import COLOURS, HAIRLINE, INK
 from fedvitals_studies.faultbank.intervals import Bin
 from fedvitals_studies.faultbank.report import Confusion, Curve
 

@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fedvitals.lab.engines.devices import why_no_cuda
 from fedvitals_studies.faultbank import bundle
 from fedvitals_studies.faultbank.cases import Bank, Case, read_bank
 from fedvitals_studies.faultbank.examine import examine, is_examined, sources
+from fedvitals_studies.faultbank.outcome_lines import read_cases
 from fedvitals_studies.faultbank.pool import Training, file_of, is_there, load_about, longest_first, refused, train
 from fedvitals_studies.faultbank.workers import Ended, in_processes
 from fedvitals_studies.packs.commit import commit
@@ -38,6 +39,7 @@ from fedvitals_studies.packs.gpu_sharing import shared
 BANK = "bank.toml"  # beside run.py
 CALLS = "calls.json"  # below the folder of work
 TOLD = 20  # lines of progress, in all
+ON_CPU = ("MLP", "Logistic")  # models that train there with the device «mixed»
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,16 @@ def train_and_examine(pair: Pair) -> dict[str, str]:
                 failed[case.name] = error
     for case in pair.cases:
         if is_there(runs, case) and not is_examined(outcomes, case):
-            error = examine((case, runs, outcomes, pair.sources))
+            error = examine((case, runs, outcomes, pair.sources, ()))
             if error is not None:
                 failed[case.name] = error
     return failed
 
 
-def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None) -> list[Pair]:
-    """What is left to do, the longest first; or some of it, from the longest to the shortest."""
+def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None, seen: Collection[str] = ()) -> list[Pair]:
+    """What is left to do, the longest first; or some of it, from the longest to the shortest. Pairs of which a case was
+    `seen` before come last.
+    """
     runs, outcomes = work / bundle.RUNS, work / bundle.OUTCOMES
     found = []
     sharing: dict[str, list[Case]] = {}
@@ -79,10 +83,20 @@ def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None) -> 
     for ones in sharing.values():
         cases = replace(bank, faulty=tuple(ones)).cases
         if not all(is_there(runs, case) and is_examined(outcomes, case) for case in cases):
-            found.append(Pair(cases, work, device, sources()))
+            found.append(Pair(cases, work, _device_for(cases[0], device), sources()))
+    found.sort(key=lambda pair: any(case.name in seen for case in pair.cases))
     if sample is None or sample >= len(found):
         return found
     return [found[int(place)] for place in np.linspace(0, len(found) - 1, sample)]
+
+
+def _device_for(case: Case, device: str) -> str:
+    """Where a case trains: with «mixed», perceptrons and linear models on the CPU, which has them done in the time that
+    a GPU needs for their many small steps.
+    """
+    if device != "mixed":
+        return device
+    return "cpu" if type(case.experiment.model).__name__ in ON_CPU else "cuda"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,7 +111,8 @@ def main(arguments: Sequence[str]) -> int:
         (work / name).mkdir(parents=True, exist_ok=True)
     calls = _earlier(bank, work, [Path(file) for file in asked.have])
     _load(bank)
-    pairs = pairs_of(bank, work, asked.device, asked.sample)
+    seen = read_cases(Path(asked.seen)) if asked.seen else ()
+    pairs = pairs_of(bank, work, asked.device, asked.sample, seen)
     _say(f"{bank.name}: {len(pairs)} pairs to do, {asked.workers} processes, on {asked.device}")
     failed: dict[str, str] = {}
     with shared(asked.mps and asked.device != "cpu") as together:
@@ -118,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="run.py", description="Train and examine a fault bank's cases here.")
     parser.add_argument("--bank", default=here / BANK, help="name or file; default: the one that was packed")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "mixed"))
     parser.add_argument("--workers", type=int, default=min(16, cores), help="processes that share the GPU")
     parser.add_argument("--minutes", type=float, default=None, help="stop in time; what is done is kept")
     parser.add_argument("--sample", type=int, default=None, help="so many pairs only: to see what one takes")
@@ -126,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--have", nargs="*", default=(), metavar="FILE", help="bundles of earlier calls: not done again"
     )
+    parser.add_argument("--seen", default=None, metavar="FILE", help="outcomes.jsonl[.gz]: runs to be done last")
     parser.add_argument("--work", default=here.parent / "work", help="where runs are kept between calls")
     parser.add_argument("--out", default=os.environ.get("OUT", "out"), help="where the bundles go")
     return parser

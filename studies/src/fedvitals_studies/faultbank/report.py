@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals_studies.faultbank import strict
-from fedvitals_studies.faultbank.asked import asked_bars
+from fedvitals_studies.faultbank.asked import LYING, asked_bars, attackers_by_method, looks
 from fedvitals_studies.faultbank.bars import Bar, bars, size_bars
 from fedvitals_studies.faultbank.figures import FIGURES, GROUPS, Judgements, Row, about, of_issue, row, split
 from fedvitals_studies.faultbank.intervals import Bin, Estimate, calibration, share
@@ -19,7 +19,6 @@ from fedvitals_studies.faultbank.score import WITHIN, Judgement, Outcome, Target
 
 OURS = "fedvitals"
 LABEL_FAULTS = ("label_noise", "label_flip")
-LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
 HALF = 0.5  # of its domain's best: a model that has learnt at least so much is called trained
 ABSOLUTE = 0.7  # the harder reading, beside it
 LATER_GROUPS = ("transformation", "control")  # of which older banks have one only
@@ -91,21 +90,29 @@ class Summary:
     alarm_groups: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     levels: Sequence[Row] = ()  # the same runs at lower privacy levels
     liars: Sequence[Row] = ()  # culprits that lie: attackers, and those who have no reason to
+    attackers: Sequence[Row] = ()  # of the bank of attacks, by method
+    looks: Mapping[str, Sequence[Bar]] = field(default_factory=dict)  # the bars, by whether runs were examined before
 
     def as_facts(self) -> dict[str, Any]:
         """For JSON: the same, with the verdicts."""
         facts = asdict(self)
         for name in ("bars", "size", "asked"):
-            for entry, bar in zip(facts[name], getattr(self, name), strict=True):
-                entry["verdict"], entry["certain"] = bar.verdict, bar.certain
+            _add_verdicts(facts[name], getattr(self, name))
+        for name, own in self.looks.items():
+            _add_verdicts(facts["looks"][name], own)
         return facts
 
 
-def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
+def _add_verdicts(facts: Sequence[dict[str, Any]], own: Sequence[Bar]) -> None:
+    for entry, bar in zip(facts, own, strict=True):
+        entry["verdict"], entry["certain"] = bar.verdict, bar.certain
+
+
+def summarise(outcomes: Sequence[Outcome], ours: str = OURS, seen: Collection[str] = ()) -> Summary:
     """All figures of all methods on these runs; the tables in detail are of the method `ours`.
 
     A run in which the culprits lie is one of the others, heard otherwise: it counts where lies are the question, only.
-    So does a run that is examined at a lower privacy level.
+    So does a run that is examined at a lower privacy level. `seen`: cases that were examined before.
     """
     names = sorted({method for outcome in outcomes for method in outcome.methods})
     if ours not in names:
@@ -154,6 +161,8 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
         alarm_groups=alarm_groups,
         levels=strict.by_level(judged, at_levels),
         liars=strict.liars_by_nature(lied),
+        attackers=attackers_by_method(by_method),
+        looks=looks(judged, lied, at_levels, seen),
         unjudged=sum(case.verdict == "unjudged" for each in judged for case in each.raised),
     )
 

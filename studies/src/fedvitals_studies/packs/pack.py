@@ -30,7 +30,7 @@ from fedvitals_studies.packs.commit import commit
 
 PART_BYTES = 48 << 20  # of the 64 MiB that travel in one call, a repository of some 10 MB being among them
 PLATFORM = "manylinux2014_x86_64"
-WHEELS = ("msgspec",)  # all that a trial imports besides the standard library, torch, Triton and numpy
+WHEELS = ("msgspec", "tomli_w")  # all that a trial imports besides the standard library, torch, Triton and numpy
 
 
 @dataclass(frozen=True, slots=True)

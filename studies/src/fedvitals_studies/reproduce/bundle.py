@@ -12,9 +12,10 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals_studies.packs.unpacked import unpacked
-from fedvitals_studies.reproduce.conditions import BY_NAME, Condition
+from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, Condition
 from fedvitals_studies.reproduce.results import (
     Result,
+    Results,
     as_json,
     checked,
     keep_pieces,
@@ -25,6 +26,7 @@ from fedvitals_studies.reproduce.results import (
 
 VERSION = 1
 PATTERN = "results-*.json.gz"
+DONE = "done.json.gz"  # in a pack: what had been run when it was made
 
 
 def described(result: Result, condition: Condition) -> Result:
@@ -39,6 +41,13 @@ def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | No
     content = {"version": VERSION, "piece": piece, "results": [*results]}
     half.write_bytes(gzip.compress(as_json(content).encode(), 6, mtime=0))
     half.replace(path)
+
+
+def write_done(path: Path, folder: Path) -> None:
+    """Write what a folder has of the factorial into one file, so that a pack's run does not repeat it."""
+    found = Results.read(folder, FACTORIAL).all()
+    if found:
+        write(path, [described(run, BY_NAME[run["condition"]]) for run in found])
 
 
 def read(path: Path) -> tuple[list[tuple[Condition, Result]], tuple[int, int] | None]:

@@ -2,11 +2,14 @@
 """Verdicts on the paper's claims: `claims.toml` says what counts, the results say what was seen.
 
 The criteria are data, not code: a call of a named function on named series, compared with two thresholds. Whatever was
-not measured on the whole GTSRB with 100 clients and the paper's rounds is a rehearsal and gets other words.
+not measured on the whole GTSRB with 100 clients and the paper's rounds is a rehearsal and gets other words. A claim
+whose checks could only pass, or only fail, is «not testable»: by construction, or because what it is about did not
+occur.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -22,11 +25,18 @@ from fedvitals_studies.reproduce.results import PER_ITERATION, SERIES, Results, 
 from fedvitals_studies.reproduce.yardsticks import YARDSTICKS, Floats
 
 FILE = Path(__file__).with_name("claims.toml")
-WORDS = {"reproduced": "reproduced", "partly": "partly", "not": "not reproduced", "not run": "not run"}
+WORDS = {
+    "reproduced": "reproduced",
+    "partly": "partly",
+    "not": "not reproduced",
+    "not testable": "not testable",
+    "not run": "not run",
+}
 REHEARSED = {
     "reproduced": "would be reproduced",
     "partly": "would be partly",
     "not": "would not be reproduced",
+    "not testable": "not testable",
     "not run": "not run",
 }
 SIDES = ("at least", "at most")
@@ -65,6 +75,31 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What must be seen in some repeat, so that a claim's checks can pass and can fail."""
+
+    check: Check  # both thresholds are the limit
+    reason: str  # why the claim cannot be tested where the limit is not reached
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Other series on which the same checks are made: their verdict is reported, and does not count."""
+
+    words: str
+    renamed: tuple[tuple[str, str], ...]  # (series, other series): a part of the name is replaced
+
+    def of(self, value: Any) -> Any:
+        """The same call on the other series."""
+        if isinstance(value, list):
+            return [value[0], *(self.of(argument) for argument in value[1:])]
+        if isinstance(value, str):
+            for old, new in self.renamed:
+                value = value.replace(f" / {old}", f" / {new}").replace(f"iteration.{old}", f"iteration.{new}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     id: str
     figures: tuple[int, ...]
@@ -73,10 +108,22 @@ class Claim:
     checks: tuple[Check, ...]
     reading: str = ""
     rereads: str = ""  # the claim of which this is another reading, where its words are others
+    needs: tuple[Need, ...] = ()
+    untestable: str = ""  # why no result could decide it
+    beside: Beside | None = None
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(condition for check in self.checks for condition, _, _ in check.series))
+        checks = (*self.checks, *(need.check for need in self.needs))
+        return tuple(dict.fromkeys(condition for check in checks for condition, _, _ in check.series))
+
+    @property
+    def on_other_series(self) -> Claim | None:
+        """The claim as it is judged on the series beside its own, if it names any."""
+        if self.beside is None:
+            return None
+        checks = (dataclasses.replace(check, value=self.beside.of(check.value)) for check in self.checks)
+        return dataclasses.replace(self, checks=tuple(checks), needs=(), untestable="", beside=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +150,20 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     claim: Claim
-    verdict: str  # reproduced, partly, not, not run
+    verdict: str  # reproduced, partly, not, not testable, not run
     measured: tuple[Measured, ...]
     objections: tuple[str, ...]  # why it is no reproduction, whatever the numbers say
+    untested: str = ""  # why it cannot be tested
+    beside: Verdict | None = None  # of the same checks on the series beside its own
 
     @property
     def word(self) -> str:
         return (REHEARSED if self.objections else WORDS)[self.verdict]
+
+    @property
+    def lacking(self) -> str:
+        """What has not been run or measured, in words."""
+        return "; ".join(dict.fromkeys(each.lacking for each in self.measured if each.lacking))
 
     @property
     def repeats(self) -> int:
@@ -141,13 +195,18 @@ def _claim(entry: dict[str, Any]) -> Claim:
             Check(each["value"], each["is"], each["reproduced"], each["partly"], each.get("across", False))
             for each in entry["check"]
         )
+        needs = tuple(
+            Need(Check(each["value"], each["is"], each["limit"], each["limit"]), each["reason"])
+            for each in entry.get("needs", ())
+        )
         claim = Claim(
             entry["id"], tuple(entry["figures"]), entry["says"], entry["why"], checks, entry.get("reading", ""),
-            entry.get("rereads", ""),
+            entry.get("rereads", ""), needs, entry.get("untestable", ""), _beside(entry.get("beside")),
         )  # fmt: skip
     except KeyError as error:
         raise ConfigError(f"{name} lacks {error}.") from None
-    for check in checks:
+    other = claim.on_other_series
+    for check in (*checks, *(need.check for need in needs), *(other.checks if other is not None else ())):
         if check.side not in SIDES:
             raise ConfigError(f"{name}: {unknown('comparison', check.side, SIDES)}")
         if (check.partly > check.reproduced) == (check.side == "at least") and check.partly != check.reproduced:
@@ -156,6 +215,12 @@ def _claim(entry: dict[str, Any]) -> Claim:
             if got not in known:
                 raise ConfigError(f"{name}: {unknown(what, got, known)}")
     return claim
+
+
+def _beside(entry: dict[str, str] | None) -> Beside | None:
+    if entry is None:
+        return None
+    return Beside(entry["words"], tuple((old, new) for old, new in entry.items() if old != "words"))
 
 
 def _parts(reference: str) -> tuple[str, str, str | None]:
@@ -205,15 +270,25 @@ def verdicts(results: Results, path: Path = FILE) -> list[Verdict]:
 def verdict_of(claim: Claim, results: Results) -> Verdict:
     """What they say of one."""
     measured = tuple(_measured(check, results) for check in claim.checks)
+    needed = [(need, _measured(need.check, results)) for need in claim.needs]
     found = {each.verdict for each in measured}
-    if "not run" in found:
+    reasons = [claim.untestable] if claim.untestable else []
+    reasons += [need.reason for need, each in needed if each.numbers and each.verdict == "not"]
+    untested = "; ".join(reasons)
+    if claim.untestable:
+        overall = "not testable"
+    elif "not run" in found | {each.verdict for _, each in needed}:
         overall = "not run"
+    elif untested:
+        overall = "not testable"
     elif len(found) == 1:
         overall = found.pop()
     else:
         overall = "partly"
     used = [result for condition in claim.conditions for result in results.of(condition)]
-    return Verdict(claim, overall, measured, tuple(objections(used)))
+    other = claim.on_other_series
+    beside = None if other is None else verdict_of(other, results)
+    return Verdict(claim, overall, measured, tuple(objections(used)), untested, beside)
 
 
 def _measured(check: Check, results: Results) -> Measured:

@@ -15,9 +15,10 @@ from fedvitals.errors import ConfigError, unknown
 
 TOPOLOGIES = ("centralized", "clustered", "hierarchical", "rings")
 SCENARIOS = ("baseline", "exploding", "vanishing")
-STUDIES = ("initial", "extended", "beyond", "sensitivity")
+STUDIES = ("initial", "extended", "beyond", "sensitivity", "factorial", "epochs", "likeliest")
 PAPER_STUDIES = ("initial", "extended")
 PAPER_CLIENTS, PAPER_ITERATIONS = 100, 20
+PASS = 20  # mini-batches of 16 in a pass over a client's 313 images
 QUICK_CLIENTS, QUICK_ROUNDS = 10, 6
 
 
@@ -36,6 +37,7 @@ class Condition:
     drop_out: float = 0.0  # share of the clients that do not answer, drawn anew each round
     learning_rate: float = 1e-3
     model: str = "paper-cnn"
+    paper_weights: bool = False  # of another network: the paper's activations and first weights, not a wrong gain
     channels: tuple[int, int] = (32, 64)
     kernel: int = 3
     slope: float = 0.3  # of LeakyReLU
@@ -47,6 +49,7 @@ class Condition:
     clients: int = PAPER_CLIENTS
     iterations: int = PAPER_ITERATIONS  # mini-batches a round
     epochs: int | None = None  # instead of iterations: passes over the client's data
+    batches: int = 1  # mini-batches in a local iteration, after which edges average and rings pass on
     every_iteration: bool = False  # measured after each local iteration, not only after the last one of a round
     whole_set: bool = False  # gradients over the client's whole set too, beside those of the last batch
     dataset: str = "gtsrb"
@@ -58,13 +61,18 @@ class Condition:
     @property
     def client_steps(self) -> int:
         """Mini-batches of training in one repeat: what the time is estimated from."""
-        a_round = self.iterations if self.epochs is None else self.epochs * 20  # 313 images in batches of 16
-        return self.clients * self.rounds * a_round
+        a_round = self.iterations if self.epochs is None else self.epochs * PASS
+        return self.clients * self.rounds * a_round * self.batches
 
     @property
     def paper(self) -> bool:
         """Whether it is one of the paper's own."""
         return self.study in PAPER_STUDIES
+
+    @property
+    def scale_each(self) -> bool:
+        """Whether gradient scale is measured at every iteration, where anything is."""
+        return self.every_iteration and (self.paper or self.study == "likeliest")
 
     @property
     def settings(self) -> dict[str, object]:
@@ -170,6 +178,12 @@ def _beyond() -> tuple[Condition, ...]:
         for model, settings in MODELS
         for scenario in SCENARIOS
     ]
+    fields += [
+        {"name": f"beyond-{model}-paper-{scenario}", "model": model, "scenario": scenario, "clip": None,
+         "paper_weights": True, **settings}
+        for model, settings in MODELS
+        for scenario in SCENARIOS[1:]
+    ]  # fmt: skip
     return tuple(Condition(study="beyond", **each) for each in fields)  # type: ignore[arg-type]
 
 
@@ -193,10 +207,71 @@ def _sensitivity() -> tuple[Condition, ...]:
     return tuple(Condition(study="sensitivity", **each) for each in fields)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to read what the paper leaves open about its network, its pixels, its optimiser and its iterations."""
+
+    pool: bool = True
+    scale_pixels: bool = True
+    keep_optimizer: bool = False
+    epochs: bool = False  # a local iteration is a pass over the client's data
+
+    @property
+    def name(self) -> str:
+        words = ("pool" if self.pool else "nopool", "scaled" if self.scale_pixels else "raw")
+        adam = "kept" if self.keep_optimizer else "fresh"
+        return "-".join((*words, adam, *(["epochs"] if self.epochs else [])))
+
+    @property
+    def words(self) -> str:
+        return ", ".join(
+            (
+                "pooling" if self.pool else "no pooling",
+                "pixels ÷ 255" if self.scale_pixels else "pixels 0 to 255",
+                f"Adam {'kept' if self.keep_optimizer else 'fresh each round'}",
+                *(["an iteration is an epoch"] if self.epochs else []),
+            )
+        )
+
+    def condition_of(self, paper: str) -> str:
+        """The name of one of the paper's conditions under this reading."""
+        return f"under-{self.name}-{paper}"
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """All of the paper's, under this reading: the initial ones are the factorial's cells."""
+        return tuple(self._read(condition) for condition in (*_initial(), *_extended()))
+
+    def _read(self, condition: Condition) -> Condition:
+        study = "likeliest" if condition.study == "extended" else "epochs" if self.epochs else "factorial"
+        return dataclasses.replace(
+            condition,
+            name=self.condition_of(condition.name),
+            study=study,
+            pool="max" if self.pool else "none",
+            scale_pixels=self.scale_pixels,
+            keep_optimizer=self.keep_optimizer,
+            batches=PASS if self.epochs else 1,
+            whole_set=condition.study == "extended",
+        )
+
+
+READINGS: tuple[Reading, ...] = tuple(
+    Reading(pool, scaled, kept, epochs)
+    for epochs in (False, True)
+    for pool in (True, False)
+    for scaled in (True, False)
+    for kept in (False, True)
+)
+OURS = Reading()
+
+
 # The extended study before the clipped half of the initial one, two runs of which are the beginnings of its own.
 _UNCLIPPED, _CLIPPED = _initial()[:4], _initial()[4:]
 CONDITIONS: tuple[Condition, ...] = (*_UNCLIPPED, *_extended(), *_CLIPPED, *_sensitivity(), *_beyond())
-BY_NAME = {condition.name: condition for condition in CONDITIONS}
+FACTORIAL: tuple[Condition, ...] = tuple(condition for reading in READINGS for condition in reading.conditions())
+"""The 64 cells of one mini-batch per iteration, the 64 of an epoch, and the extended study under each reading: of the
+latter two, only those of the reading that agrees best are run (`factorial.py`)."""
+BY_NAME = {condition.name: condition for condition in (*CONDITIONS, *FACTORIAL)}
 
 BEGINNING_OF = {
     "initial-centralized-clipped": "extended-centralized-baseline",
@@ -221,6 +296,11 @@ def quick(dataset: str) -> tuple[Condition, ...]:
     chosen = [c for c in CONDITIONS if c.study in {"initial", "extended"} or c.name in IN_QUICK]
     small = {"clients": QUICK_CLIENTS, "rounds": QUICK_ROUNDS, "dataset": dataset}
     return tuple(dataclasses.replace(condition, **small) for condition in chosen)  # type: ignore[arg-type]
+
+
+def quick_factorial(condition: Condition, dataset: str = "gtsrb") -> Condition:
+    """A condition of the factorial as it is rehearsed."""
+    return dataclasses.replace(condition, clients=QUICK_CLIENTS, rounds=QUICK_ROUNDS, dataset=dataset)
 
 
 def chosen(conditions: Iterable[Condition], only: Iterable[str]) -> tuple[Condition, ...]:

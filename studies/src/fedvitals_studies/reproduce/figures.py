@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.plot.style import BLUE, COLOURS, GREEN, PURPLE, VERMILLION
+from fedvitals.plot.style import COLOURS
 from fedvitals_studies.reproduce.conditions import SCENARIOS, TOPOLOGIES
 from fedvitals_studies.reproduce.plot import POINTS, Line, Panel, data_of, svg_of
 from fedvitals_studies.reproduce.results import Results, as_json, objections
 
 Panels = Callable[[Results], list[Panel]]
+BLUE, VERMILLION, GREEN, PURPLE = COLOURS[:4]
 TOPOLOGY_COLOURS = dict(zip(TOPOLOGIES, (BLUE, GREEN, VERMILLION, PURPLE), strict=True))
 SCENARIO_COLOURS = dict(zip(SCENARIOS, (BLUE, VERMILLION, GREEN), strict=True))
 LAYER_COLOURS = {"1": BLUE, "2": GREEN, "3": VERMILLION}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedvitals import lab
 from fedvitals.monitor.monitor import Monitor
@@ -33,12 +34,15 @@ from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES
 from fedvitals_studies.packs.commit import commit
 from fedvitals_studies.reproduce.conditions import Condition
 from fedvitals_studies.reproduce.observer import ALL, Wanted, Watch
+from fedvitals_studies.reproduce.paper_weights import PaperWeights
 
 SEED = 2024
 IMAGES = 16  # of each client, on which gradient scale is measured at the end of a round
 IMAGES_EACH = 4  # the same at every iteration: 400 of a cohort, whose mean lies about 3 % from that of all images
 NLC_ROUNDS = 5  # every so many rounds
 IMAGES_ON_CUDA = 32  # of each client, at every iteration as at the end of a round: cheap there
+WINDOW = (4, 0)  # of each five rounds, those whose every iteration has its whole-set gradient: two in a row
+WITHOUT_EDGES = ("beyond",)  # studies in which no claim is about what happens at an edge
 EXACT_ROUNDS = (0, 9, 24, 49)  # of those that are measured on the whole set: exactly, one backward pass per class
 
 Progress = Callable[[int, int], None]
@@ -76,7 +80,8 @@ def measure(
     result, losses, tally, lost = how(condition, repeat, experiment, running)
     series = tally.series() | _evaluated(result.rounds)
     if condition.every_iteration:
-        series["iteration.loss"] = _losses(losses, tally.group_of if condition.topology == "hierarchical" else {})
+        edges = tally.group_of if condition.topology == "hierarchical" else {}
+        series["iteration.loss"] = _losses(losses, edges, condition.batches)
     return {
         "condition": condition.name,
         "study": condition.study,
@@ -115,7 +120,8 @@ def _monitored(condition: Condition, repeat: int, experiment: lab.Experiment, ru
 
 
 def _watched(condition: Condition, repeat: int, experiment: lab.Experiment, running: Mapping[str, Any]) -> Watched:
-    watch = Watch(wanted_of(condition, repeat))
+    wanted = wanted_of(condition, repeat)
+    watch = Watch(wanted, local_tests(experiment, running["data"]) if wanted.test_loss else {})
     return *_rounds(condition, experiment, watch, lambda: None, **running), watch, 0
 
 
@@ -139,16 +145,27 @@ def _rounds(
     return result, losses
 
 
+def local_tests(experiment: lab.Experiment, data: str | os.PathLike[str] | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return each client's local test: samples and labels."""
+    site = lab.Site.of(experiment, data)
+    rows = {node: site.shard(node, 0).test for node in experiment.nodes}
+    return {node: site.dataset.pairs(site.dataset.x[own], site.dataset.y[own]) for node, own in rows.items()}
+
+
 def wanted_of(c: Condition, repeat: int) -> Wanted:
     """What is measured on a GPU: the paper's own conditions at every iteration, and one repeat on the whole set."""
+    by_edge = c.topology == "hierarchical"
     return Wanted(
         rounds=c.rounds,
         last=steps_of(c) - 1,
         iterations=c.iterations if c.every_iteration else 0,
+        batches=c.batches,
+        test_loss=by_edge and c.every_iteration and c.study not in WITHOUT_EDGES,
         images=IMAGES_ON_CUDA,
-        images_each=IMAGES_ON_CUDA if c.every_iteration and c.paper else 0,
-        by_group=c.topology == "hierarchical",
-        full_gradient=NLC_ROUNDS if c.whole_set else 0,
+        images_each=IMAGES_ON_CUDA if c.scale_each else 0,
+        by_group=by_edge,
+        full_gradient=1 if c.whole_set else 0,
+        full_gradient_each=WINDOW if c.whole_set and by_edge and c.every_iteration else (),
         nonlinearity=NLC_ROUNDS if c.study == "extended" else 0,
         whole_scale=c.study == "extended" and repeat == 0,
         exact_rounds=EXACT_ROUNDS if c.study == "extended" and repeat == 0 else (),
@@ -158,7 +175,7 @@ def wanted_of(c: Condition, repeat: int) -> Wanted:
 def _images(c: Condition, *, arrays: bool) -> dict[str, int]:
     """Of each client, on which gradient scale was measured: at the end of a round, and at each iteration."""
     here, each = (IMAGES_ON_CUDA, IMAGES_ON_CUDA) if arrays else (IMAGES, IMAGES_EACH)
-    return {"round": here} | ({"iteration": each} if c.every_iteration and c.paper else {})
+    return {"round": here} | ({"iteration": each} if c.scale_each else {})
 
 
 def _machine(device: str) -> str:
@@ -170,7 +187,7 @@ def experiment_of(condition: Condition, repeat: int) -> lab.Experiment:
     c = condition
     clip = None if c.clip is None else lab.Clip(limit=c.clip, by="tensor" if c.clip_by == "norm" else "value")
     local = lab.Local(
-        iterations=c.iterations if c.epochs is None else None,
+        iterations=c.iterations * c.batches if c.epochs is None else None,
         epochs=c.epochs,
         batch=16,
         optimizer=lab.adam(learning_rate=c.learning_rate),
@@ -179,7 +196,7 @@ def experiment_of(condition: Condition, repeat: int) -> lab.Experiment:
     )
     return lab.Experiment(
         name=c.name,
-        dataset=c.dataset if c.scale_pixels else lab.gtsrb(divisor=1.0),
+        dataset=c.dataset if c.scale_pixels or c.dataset != "gtsrb" else lab.gtsrb(divisor=1.0),
         partition=lab.natural() if c.by_track else lab.iid() if c.alpha is None else lab.dirichlet(c.alpha),
         model=model_of(c),
         local=local,
@@ -196,15 +213,14 @@ def model_of(c: Condition) -> Any:
         return lab.paper_cnn(
             scenario=c.scenario, channels=c.channels, kernel=c.kernel, slope=c.slope, dense=c.dense, pool=c.pool
         )
-    return {"mlp": lab.mlp(hidden=(128,)), "resnet": lab.resnet18(norm="group"), "transformer": lab.transformer()}[
-        c.model
-    ]
+    networks = {"mlp": lab.mlp(hidden=(128,)), "resnet": lab.resnet18(norm="group"), "transformer": lab.transformer()}
+    return PaperWeights(networks[c.model], c.scenario) if c.paper_weights else networks[c.model]
 
 
 def faults_of(c: Condition) -> list[Any]:
     """Drop-outs; and, for other networks than the paper's, what stands for its scenarios: a wrong gain."""
     found = [lab.drop_out(nodes="all", rate=c.drop_out)] if c.drop_out else []
-    if c.model != "paper-cnn" and c.scenario != "baseline":
+    if c.model != "paper-cnn" and c.scenario != "baseline" and not c.paper_weights:
         found.append(lab.exploding_initialisation() if c.scenario == "exploding" else lab.vanishing_initialisation())
     return found
 
@@ -213,9 +229,9 @@ def topology_of(c: Condition) -> Any:
     """With as many edges and rings for each client as in the paper."""
     match c.topology:
         case "hierarchical":
-            return lab.Hierarchical(edges=max(2, c.clients // 20))
+            return lab.Hierarchical(edges=max(2, c.clients // 20), every=c.batches)
         case "rings":
-            return lab.Rings()
+            return lab.Rings(every=c.batches)
         case "clustered":
             return lab.Clustered()
     return lab.Centralized()
@@ -223,14 +239,14 @@ def topology_of(c: Condition) -> Any:
 
 def steps_of(c: Condition) -> int:
     """Mini-batches of a client-round; 39,209 images dealt out, a fifth of them kept for the local test."""
-    return c.iterations if c.epochs is None else math.ceil(c.epochs * (0.8 * 39_209 // c.clients) / 16)
+    return c.iterations * c.batches if c.epochs is None else math.ceil(c.epochs * (0.8 * 39_209 // c.clients) / 16)
 
 
 def probes_of(c: Condition) -> Preset:
     """What the figures need: at the last iteration of each round, or at every one."""
     step = always if c.every_iteration else at_step(steps_of(c) - 1)
     plan = [Planned(gradients, step, each=True), Planned(weights), Planned(scale(images=IMAGES))]
-    if c.every_iteration and c.paper:
+    if c.scale_each:
         plan.append(Planned(scale(images=IMAGES_EACH), always))
     plan.append(Planned(nonlinearity(), rounds=NLC_ROUNDS))
     if c.whole_set:
@@ -353,14 +369,16 @@ def _evaluated(rounds: Sequence[lab.Round]) -> dict[str, list[float]]:
     return {told: [r.metrics.get(name, math.nan) for r in rounds] for told, name in names.items()}
 
 
-def _losses(rounds: Sequence[Mapping[str, Any]], group_of: Mapping[str, str]) -> dict[str, list[float]]:
-    """Each edge's mean loss after each iteration; without edges, the cohort's."""
+def _losses(
+    rounds: Sequence[Mapping[str, Any]], group_of: Mapping[str, str], batches: int = 1
+) -> dict[str, list[float]]:
+    """Each edge's mean loss of the mini-batches of each iteration; without edges, the cohort's."""
     found: dict[str, list[float]] = {}
     for edge in sorted(set(group_of.values())) or [ALL]:
         found[edge] = []
         for losses in rounds:
             own = [values for node, values in losses.items() if group_of.get(node, ALL) == edge]
-            found[edge] += torch.stack(own).double().mean(0).tolist()
+            found[edge] += torch.stack(own).double().mean(0).unflatten(0, (-1, batches)).mean(1).tolist()
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from fedvitals.kernels import sums
 from fedvitals.probes.scale import seed_of
@@ -25,11 +26,12 @@ from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.scale import scale_samples, scale_summaries
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
-from fedvitals.probes.view import View
+from fedvitals.probes.view import View, evaluation_mode
 from fedvitals.protocols import NullObserver
 from fedvitals.stack import Stack
 from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES, Array
 
+TEST_BATCH = 4096  # samples of an edge's local tests that go through its model at a time
 COLUMNS = [COUNT, SUM, SUM_MAGNITUDES]
 CHANGES = ("difference", "difference_absolute")
 ALL = "all"
@@ -42,10 +44,13 @@ class Wanted:
     rounds: int
     last: int  # the step of a round whose gradients stand for it
     iterations: int = 0  # measured one by one: all of a round, or none
+    batches: int = 1  # mini-batches in an iteration
+    test_loss: bool = False  # each edge's loss on its clients' local tests, after every iteration
     images: int = 32  # of each client, at the end of a round
     images_each: int = 0  # the same at every iteration; 0: not then
     by_group: bool = False  # what is of every iteration, for each edge; else for the cohort
     full_gradient: int = 0  # every so many rounds, the gradient over the whole set; 0: never
+    full_gradient_each: tuple[int, ...] = ()  # the same after every iteration, in these of each five rounds
     nonlinearity: int = 0  # the same of NLC
     nonlinearity_images: int = 64
     whole_scale: bool = False  # gradient scale of the whole set, estimated, at the end of each round
@@ -69,15 +74,20 @@ class _Open:
     columns: Tensor
     taken: int = 0
     rows: list[Tensor] = field(default_factory=list)  # nine sums of each step, where the host does not keep them
-    changes: list[Tensor] = field(default_factory=list)  # [2, clients] of each step
-    scales: list[Tensor] = field(default_factory=list)  # [2, clients, samples] of each step
+    changes: list[Tensor] = field(default_factory=list)  # [2, clients] of each iteration
+    scales: list[Tensor] = field(default_factory=list)  # [2, clients, samples] of each iteration
+    tests: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by group, samples and labels
+    test_losses: dict[str, list[Tensor]] = field(default_factory=dict)  # by group: at the start, then of each iteration
+    full: list[Tensor] = field(default_factory=list)  # [clients, layers, 9] of each iteration, where asked for
 
 
 class Watch(NullObserver):
     """An observer for `lab.rounds`; `series()` when it is over."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, local_tests: Mapping[str, tuple[Tensor, Tensor]] | None = None) -> None:
+        """local_tests: by client, samples and labels of its local test, where `wanted` asks for losses on them."""
         self._wanted, self._round = wanted, 0
+        self._tests = local_tests or {}
         self._open: _Open | None = None
         self._graph = ScaleGraph()  # of the shape that is measured at every iteration
         self._here: dict[str, Tensor] = {}  # of this round, on the device: sums
@@ -132,18 +142,26 @@ class Watch(NullObserver):
             torch.tensor(weights, device=device),
             torch.tensor(COLUMNS, device=device),
         )
+        for name in self._open.members if w.test_loss else ():
+            own = [self._tests[node] for node, group in zip(stack.nodes, groups, strict=True) if group == name]
+            x, y = (torch.cat(parts).to(device) for parts in zip(*own, strict=True))
+            self._open.tests[name] = x, y
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - the lab keeps the losses
         open_, w = self._open, self._wanted
         if open_ is None:
             return
-        if w.iterations and step == open_.taken > 0:
-            self._change(open_)
+        begins = step % w.batches == 0  # an iteration: what the one before has done can be seen now
+        if w.iterations and begins and step == open_.taken:
+            if step:
+                self._change(open_)
+                self._full_gradient_now(open_)
+            self._test(open_)
         open_.taken = max(open_.taken, step + 1)
         if open_.stack.sums is None:
             found = sums(open_.model.layers(gradients.detach()), clients=True)
             open_.rows.append(torch.as_tensor(found))
-        if open_.x_each is not None and step < w.iterations:
+        if open_.x_each is not None and begins and step < w.iterations * w.batches:
             open_.scales.append(self._graph(open_.model, open_.x_each, self._seeds(open_, step)))
 
     def stack_end(self, failed: Mapping[str, BaseException]) -> None:  # noqa: ARG002 - the study has no failures
@@ -153,6 +171,8 @@ class Watch(NullObserver):
             return
         if w.iterations:
             self._change(open_)
+            self._full_gradient_now(open_)
+            self._test(open_)
             self._iterations(open_)
         self._gradients(open_)
         seeds = self._seeds(open_, open_.taken - 1)
@@ -161,10 +181,7 @@ class Watch(NullObserver):
         if w.whole_scale:
             self._whole(open_, seeds)
         if w.full_gradient and self._round % w.full_gradient == 0 and open_.stack.loss is not None:
-            x, y = (torch.as_tensor(part).to(open_.heard.device) for part in open_.stack.samples(_fewest(open_.stack)))
-            parts = stacked_full_gradient(open_.model, x, y, open_.stack.loss)
-            rows = torch.cat([torch.as_tensor(part) for part in parts])
-            self._add("gradient.full", self._layers(open_, rows[None], open_.heard[None])[0])
+            self._add("gradient.full", self._layers(open_, self._whole_gradient(open_)[None], open_.heard[None])[0])
         if w.nonlinearity and self._round % w.nonlinearity == 0:
             some = self._images(open_.stack, w.nonlinearity_images, open_.heard.device)
             if some is not None:
@@ -206,10 +223,42 @@ class Watch(NullObserver):
         open_.last.copy_(now)
         open_.changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
 
+    def _whole_gradient(self, open_: _Open) -> Tensor:
+        """Nine sums of each client's gradient over its whole set, [clients, layers, 9]."""
+        loss = open_.stack.loss
+        assert loss is not None  # noqa: S101 - asked by the caller
+        x, y = (torch.as_tensor(part).to(open_.heard.device) for part in open_.stack.samples(_fewest(open_.stack)))
+        return torch.cat([torch.as_tensor(part) for part in stacked_full_gradient(open_.model, x, y, loss)])
+
+    def _full_gradient_now(self, open_: _Open) -> None:
+        """The same after an iteration, in the rounds in which every iteration has it."""
+        if open_.stack.loss is not None and self._round % 5 in self._wanted.full_gradient_each:
+            open_.full.append(self._whole_gradient(open_))
+
+    @torch.no_grad()
+    def _test(self, open_: _Open) -> None:
+        """The loss of each group's mean model on its clients' local tests: sum and number of the samples.
+
+        It is as much work as the training: on a GPU in TF32, which moves a loss by less than a thousandth.
+        """
+        for group, (x, y) in open_.tests.items():
+            members = open_.members[group].nonzero().flatten()
+            states = open_.stack.states.index_select(0, members).double().mean(0, keepdim=True)
+            model = open_.model.with_states(states.to(open_.stack.states.dtype))
+            weights = {name: tensor[0] for name, tensor in model.tensors(slice(0, 1)).items()}
+            with evaluation_mode(model.module), torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+                outputs = [functional_call(model.module, weights, (part,)) for part in x.split(TEST_BATCH)]
+            loss = torch.nn.functional.cross_entropy(torch.cat(outputs).double(), y, reduction="sum")
+            open_.test_losses.setdefault(group, []).append(torch.stack([loss, loss.new_tensor(float(len(y)))]))
+
     def _iterations(self, open_: _Open) -> None:
-        """Changes of each group, and gradient scale, of every iteration."""
+        """Changes and test losses of each group, gradient scale and whole-set gradients, of every iteration."""
         steps = min(self._wanted.iterations, len(open_.changes))
-        who = self._took(open_, steps)
+        who = self._took(open_, steps * self._wanted.batches)[:: self._wanted.batches]
+        for group, losses in open_.test_losses.items():
+            self._add(f"test_loss/{group}", torch.stack(losses))
+        if open_.full:
+            self._add("iteration.gradient.full", self._layers(open_, torch.stack(open_.full), who[: len(open_.full)]))
         changes = torch.stack(open_.changes[:steps]) * who[:, None]
         for group, members in open_.members.items():
             self._add(f"change/{group}", (changes * members).sum(2))
@@ -222,7 +271,8 @@ class Watch(NullObserver):
         rows = stack.sums() if stack.sums is not None else torch.stack(open_.rows)
         who = self._took(open_, len(rows))
         if w.iterations:
-            self._add("iteration.gradient", self._layers(open_, rows[: w.iterations], who[: w.iterations]))
+            ends = slice(w.batches - 1, w.iterations * w.batches, w.batches)
+            self._add("iteration.gradient", self._layers(open_, rows[ends], who[ends]))
         if w.last < len(rows):
             self._add("gradient", self._layers(open_, rows[w.last, None], who[w.last, None])[0])
 
@@ -289,6 +339,16 @@ class Watch(NullObserver):
         if w.images_each:
             found["iteration.gsc"] = [_mean(pair) for pair in each("iteration.gsc")]
         found |= _layered(each("iteration.gradient"), "iteration.gradient")
+        if w.full_gradient_each:
+            found |= _layered(each("iteration.gradient.full"), "iteration.gradient.full")
+        if w.test_loss:
+            edges = sorted({name.partition("/")[2] for name, _ in self._home if name.startswith("test_loss/")})
+            # The first of a round is that of the model which it starts from.
+            losses = {edge: [self._home[f"test_loss/{edge}", r] for r in rounds] for edge in edges}
+            found["start.test_loss"] = {edge: [_mean(own[0]) for own in losses[edge]] for edge in edges}
+            found["iteration.test_loss"] = {
+                edge: [_mean(pair) for own in losses[edge] for pair in own[1:]] for edge in edges
+            }
         groups = sorted({name.partition("/")[2] for name, _ in self._home if name.startswith("change/")})
         for column, name in enumerate(CHANGES):
             found[f"iteration.{name}"] = {

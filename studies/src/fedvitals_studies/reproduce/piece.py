@@ -11,12 +11,22 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fedvitals.errors import ConfigError
 from fedvitals_studies.reproduce import bundle
-from fedvitals_studies.reproduce.conditions import CONDITIONS, Condition, chosen, quick, richly
+from fedvitals_studies.reproduce.conditions import (
+    CONDITIONS,
+    FACTORIAL,
+    Condition,
+    chosen,
+    quick,
+    quick_factorial,
+    richly,
+)
+from fedvitals_studies.reproduce.factorial import REPEATS, phases
+from fedvitals_studies.reproduce.parallel import run_shares
 from fedvitals_studies.reproduce.results import Result
 from fedvitals_studies.reproduce.study import default_measure, measure_all
 
@@ -27,16 +37,20 @@ TOO_MUCH = 60 << 30  # bytes that torch keeps of earlier runs' graphs, before th
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0, also where some are left for the next piece; 1: something failed."""
     parser = argparse.ArgumentParser(prog="run.py", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--study", choices=("gsc", "factorial"), default="gsc")
     parser.add_argument("--minutes", type=float, default=8.0, help="no run is begun that would not fit into them")
     parser.add_argument("--out", type=Path, required=True, help="where the results file of this piece goes")
     parser.add_argument("--have", type=Path, nargs="*", default=[], help="results files of earlier pieces")
     parser.add_argument("--only", action="append", default=[], help="a condition, a study, or a pattern")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=None, help="by default 3; of the factorial's cells 5")
+    parser.add_argument("--dataset", default="gtsrb", help="of a rehearsal")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--arrays", action="store_true", help="watch as on a GPU, wherever it is")
     parser.add_argument("--quick", action="store_true", help="a rehearsal: 10 clients, 6 rounds")
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--work", type=Path, default=None, help="where results stay here; by default beside the code")
+    parser.add_argument("--merged", action="store_true", help="earlier results are in the work folder already")
+    parser.add_argument("--together", action="store_true", help="the factorial's cells in eight processes at a time")
     given = parser.parse_args(arguments)
     try:
         return _run(given)
@@ -47,29 +61,58 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     began = time.time()
-    everything = quick("gtsrb") if options.quick else CONDITIONS
-    conditions = chosen(everything, options.only)
-    if options.arrays or options.device != "cpu":
-        conditions = tuple(map(richly, conditions))
+    small = (lambda c: quick_factorial(c, options.dataset)) if options.quick else (lambda c: c)
+    everything = (*(quick(options.dataset) if options.quick else CONDITIONS), *map(small, FACTORIAL))
     work = options.work or Path(sys.argv[0]).resolve().parent.parent / "work"
-    bundle.merge(work, options.have, everything)
+    if not options.merged:
+        packed = Path(sys.argv[0]).resolve().parent / bundle.DONE
+        have = [packed, *options.have] if packed.exists() and not options.quick else options.have
+        bundle.merge(work, have, everything)
+    if options.together:
+        return run_shares(sys.argv[0], _of_a_share(options, work), options.out)
     piece = Piece(options.out / f"results-{int(began)}.json.gz")
+    failed: list[str] = []
     try:
-        failed = measure_all(
-            work,
-            conditions,
-            repeats=options.repeats,
-            measure=default_measure(options.device, arrays=options.arrays),
-            data=options.data,
-            tell=lambda text: print(f"{time.time() - began:7.1f} s  {text}", flush=True),  # noqa: T201 - a program's words
-            minutes=options.minutes,
-            device=options.device,
-            done=piece.add,
-        )
+        for conditions, repeats in _phases(options, work, everything, small):
+            failed += measure_all(
+                work,
+                conditions,
+                repeats=options.repeats or repeats,
+                measure=default_measure(options.device, arrays=options.arrays),
+                data=options.data,
+                tell=lambda text: print(f"{time.time() - began:7.1f} s  {text}", flush=True),  # noqa: T201
+                minutes=options.minutes - (time.time() - began) / 60,
+                device=options.device,
+                done=piece.add,
+            )
     finally:
         piece.write()
     print(f"{len(piece.results)} results in {piece.path}", flush=True)  # noqa: T201
     return 1 if failed else 0
+
+
+def _of_a_share(options: argparse.Namespace, work: Path) -> list[str]:
+    """The arguments of each of several processes, but for its cells and its folder."""
+    words = ["--study", "factorial", "--merged", "--work", str(work)]
+    words += ["--minutes", str(options.minutes), "--device", str(options.device)]
+    words += ["--repeats", str(options.repeats)] if options.repeats else []
+    words += ["--quick", "--dataset", str(options.dataset)] if options.quick else []
+    words += ["--arrays"] if options.arrays else []
+    return words + (["--data", str(options.data)] if options.data is not None else [])
+
+
+def _phases(
+    options: argparse.Namespace, work: Path, everything: Sequence[Condition], small: Callable[[Condition], Condition]
+) -> Iterable[tuple[Sequence[Condition], int]]:
+    """What is run, and how often: what was named, or all of the study."""
+    if options.study == "factorial" and not options.only:
+        return phases(work, small)
+    repeats = REPEATS if options.study == "factorial" else 3
+    own = everything if options.only else quick(options.dataset) if options.quick else CONDITIONS
+    conditions = chosen(own, options.only)
+    if options.arrays or options.device != "cpu":
+        conditions = tuple(map(richly, conditions))
+    return [(conditions, repeats)]
 
 
 class Piece:

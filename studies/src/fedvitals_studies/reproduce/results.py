@@ -29,11 +29,12 @@ PER_ROUND = (
     *ALWAYS, "groups", "bytes.server", "bytes.edge", "scale.gsc", "scale.gsc_median", "scale.gsc_spread",
     "scale.zero_samples", "scale.nonfinite_samples", "scale.sensitivity", "nonlinearity.nlc", "gradient.mean",
     "gradient.magnitude", "gradient.full.mean", "gradient.full.magnitude", "scale.gsc_whole", "scale.sensitivity_whole",
-    "scale.gsc_exact",
+    "scale.gsc_exact", "start.test_loss",
 )  # fmt: skip
 PER_ITERATION = (
-    "iteration.loss", "iteration.difference", "iteration.difference_absolute", "iteration.gsc",
-    "iteration.gradient.mean", "iteration.gradient.magnitude",
+    "iteration.loss", "iteration.test_loss", "iteration.difference", "iteration.difference_absolute", "iteration.gsc",
+    "iteration.gradient.mean", "iteration.gradient.magnitude", "iteration.gradient.full.mean",
+    "iteration.gradient.full.magnitude",
 )  # fmt: skip
 SERIES = (*PER_ROUND, *PER_ITERATION)
 DIGITS = 6  # significant ones kept in files: more than any figure shows, and small changes stay small in git

@@ -22,6 +22,7 @@ KINDS = {
     "partly": "These hold in part: some repeats, some checks, or only the easier threshold",
     "depends": "These depend on choices that the paper does not give",
     "not": "These do not hold",
+    "not testable": "These cannot be tested: by construction, or because what they are about did not occur",
     "not run": "These were not run",
 }
 
@@ -49,9 +50,9 @@ class Sentence:
 
     @property
     def kind(self) -> str:
-        found = {each.verdict for each in self.readings if each.verdict != "not run"}
+        found = {each.verdict for each in self.readings if each.verdict not in ("not run", "not testable")}
         if not found:
-            return "not run"
+            return self.readings[0].verdict
         if len(found) > 1 or any(self.changes):
             return "depends"
         return {"reproduced": "holds"}.get(*found, *found)
@@ -67,11 +68,19 @@ class Sentence:
             said += f" Ours: {self.readings[0].word}."
         for each, changes in zip(self.readings, self.changes, strict=True):
             if changes:
-                reading = f" [{each.claim.reading}]" if each.claim.reading and len(self.readings) > 1 else ""
+                reading = _of(each) if len(self.readings) > 1 else ""
                 said += f" Another choice{reading}: {'; '.join(change.words for change in changes)}."
+        said += "".join(
+            f" Not testable{_of(each)}: {each.untested.rstrip('.')}." for each in self.readings if each.untested
+        )
+        said += "".join(f" Not run{_of(each)}: {each.lacking}." for each in self.readings if each.verdict == "not run")
         if self.tried and not any(self.changes):
             said += f" {self.tried} other choices tried: the same."
         return said
+
+
+def _of(verdict: Verdict) -> str:
+    return f" [{verdict.claim.reading}]" if verdict.claim.reading else ""
 
 
 def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice]) -> list[Sentence]:
@@ -99,7 +108,7 @@ def blocks(sentences: Sequence[Sentence]) -> list[Block]:
         f"{sum(s.kind == kind for s in sentences)} {word}"
         for kind, word in (
             ("holds", "hold"), ("partly", "hold in part"), ("depends", "depend on what the paper leaves open"),
-            ("not", "do not hold"), ("not run", "were not run"),
+            ("not", "do not hold"), ("not testable", "cannot be tested"), ("not run", "were not run"),
         )
         if any(s.kind == kind for s in sentences)
     )  # fmt: skip

@@ -97,6 +97,15 @@ def gap(above: Floats, below: Floats) -> float:
     return float(np.log10(low / high)) if high > 0 else np.inf
 
 
+def gap_by_round(above: Floats, below: Floats) -> float:
+    """Orders of magnitude by which one lies above the other in the same round, the smallest over the rounds."""
+    both = np.isfinite(above) & np.isfinite(below)
+    if not both.any():
+        return np.nan
+    gaps = [gap(above[[place]], below[[place]]) for place in np.flatnonzero(both)]
+    return -np.inf if any(np.isnan(gaps)) else float(min(gaps))  # both at 0: nothing tells them apart
+
+
 def orders_apart(a: Floats, b: Floats) -> float:
     """Orders of magnitude between the medians of the absolute values, whichever is larger."""
     quotient = ratio(size(a), size(b))
@@ -110,28 +119,25 @@ def crossings(a: Floats, b: Floats) -> float:
     return float(np.sum(side[1:] != side[:-1]))
 
 
-def jump(series: Floats) -> float:
-    """Largest rise inside a round: its highest value over its first, of any edge, once the network is trained."""
-    return peak(_rises(series))
+def rise(series: Floats, starts: Floats) -> float:
+    """Largest rise inside a round, in the series' own unit, of any edge: from the lowest value so far, the one that the
+    round starts from included, to a later one. 0 for losses that only fall.
+    """
+    return peak(_rises(series, starts))
 
 
-def jumps(series: Floats, factor: float) -> float:
-    """Number of rounds, over all edges, inside which the value rises by a factor or more."""
-    return float(np.sum(_rises(series) >= factor))
+def healed(series: Floats, starts: Floats, by: float) -> float:
+    """Share of the rounds with such a rise inside after which the next one starts lower than they ended, same edge."""
+    rose = _rises(series, starts)[..., :-1] >= by
+    lower = starts[..., UNTRAINED + 1 :] < series[..., UNTRAINED:-1, -1]
+    return _mean(lower[rose].astype(np.float64))
 
 
-def healed(series: Floats, factor: float) -> float:
-    """Share of such rounds after which the next one begins lower than they ended."""
-    jumped = _rises(series)[..., :-1] >= factor
-    lower = series[..., UNTRAINED + 1 :, 0] < series[..., UNTRAINED:-1, -1]
-    return _mean(lower[jumped].astype(np.float64))
-
-
-def together(series: Floats, other: Floats, factor: float) -> float:
-    """Share of the rounds in which one jumps and the other, too, peaks at 1.5 × its usual peak or more, same edge."""
+def together(series: Floats, starts: Floats, other: Floats, by: float) -> float:
+    """Share of the rounds in which one rises so much and the other, too, peaks at 1.5 × its usual peak, same edge."""
     peaks = np.max(np.abs(other[..., UNTRAINED:, 1:]), axis=-1)  # the first step of a fresh Adam is always its largest
     usual = np.median(peaks, axis=-1, keepdims=True)
-    return _mean((peaks >= 1.5 * usual)[_rises(series) >= factor].astype(np.float64))
+    return _mean((peaks >= 1.5 * usual)[_rises(series, starts) >= by].astype(np.float64))
 
 
 def burst(series: Floats) -> float:
@@ -193,17 +199,18 @@ def _log(series: Floats) -> Floats:
     return np.log10(np.where(series > 0, series, np.nan))
 
 
-def _rises(series: Floats) -> Floats:
-    """[..., rounds]: a round's highest value over its first."""
-    trained = series[..., UNTRAINED:, :]
-    return np.asarray(np.max(trained, axis=-1) / trained[..., 0], dtype=np.float64)
+def _rises(series: Floats, starts: Floats) -> Floats:
+    """[..., rounds]: how far a round's values rise above the lowest before them, its start included."""
+    trained = np.concatenate([starts[..., UNTRAINED:, None], series[..., UNTRAINED:, :]], axis=-1)
+    lowest_so_far = np.fmin.accumulate(trained, axis=-1)
+    return np.asarray(np.nanmax(trained - lowest_so_far, axis=-1), dtype=np.float64)
 
 
 YARDSTICKS: dict[str, Callable[..., float]] = {
     function.__name__: function
     for function in (
         final, last, peak, lowest, size, mean_fall, largest_fall, falls, share_under, share_zero, variation, unevenness,
-        distance, spread, gap, orders_apart, crossings, jump, jumps, healed, together, burst, seam, falls_at_seam,
-        runs_apart, alone, ratio, minus, largest,
+        distance, spread, gap, gap_by_round, orders_apart, crossings, rise, healed, together, burst, seam,
+        falls_at_seam, runs_apart, alone, ratio, minus, largest,
     )
 }  # fmt: skip

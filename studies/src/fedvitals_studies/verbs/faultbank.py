@@ -43,6 +43,10 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
 @click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="With --pack: instead of downloading msgspec.")
 @click.option("--merge", multiple=True, metavar="FILE|DIR", help="Train nothing: the page of what a pack brought home.")
 @click.option("--beside", default=None, metavar="FILE|DIR", help="Another page's summary.json, to compare with.")
+@click.option(
+    "--detector", "detectors", multiple=True, metavar="NAME|MODULE:FUNCTION", help="Also judge a detector of yours."
+)
+@click.option("--seen", default=None, metavar="FILE", help="outcomes.jsonl[.gz] of an earlier look, to report apart.")
 @click.option("--list", "only_list", is_flag=True, help="Run nothing: say what is in the bank, and its digest.")
 @click.option("--bar", "judge", is_flag=True, help="Exit with 1 if one of the bars is missed.")
 @json_option
@@ -59,6 +63,8 @@ def command(
     wheels: tuple[str, ...],
     merge: tuple[str, ...],
     beside: str | None,
+    detectors: tuple[str, ...],
+    seen: str | None,
     only_list: bool,
     judge: bool,
     as_json: bool,
@@ -68,11 +74,11 @@ def command(
     Every run is kept: stopped at any moment, the same command goes on where it was. When detectors change, only the
     examination is done anew. A bank in TOML can be given from outside: see docs/faultbank.md.
 
-    On a machine that is lent for minutes: --pack here; the pack's run.py there, which trains and
-    examines; --merge here.
+    On a machine that is lent for minutes: --pack here; the pack's run.py there; --merge here.
     """
     from fedvitals_studies.faultbank.bank import How, listing, take, take_home, usable_cores
     from fedvitals_studies.faultbank.cases import path_of, read_bank
+    from fedvitals_studies.faultbank.outcome_lines import read_cases
 
     if quick and bank is not None:
         raise click.UsageError("--quick is a bank of its own: give --quick or --bank, not both.")
@@ -94,16 +100,16 @@ def command(
         return 0
     folder = Path(out or ("faultbank" if chosen.name == "held-out" else f"faultbank-{chosen.name}"))
     other = Path(beside) if beside else None
+    before = read_cases(Path(seen)) if seen else frozenset[str]()
     if merge:
-        taken = take_home(chosen, [Path(file) for file in merge], folder, other)
+        taken = take_home(chosen, [Path(file) for file in merge], folder, other, before)
     else:
         processes = workers or (usable_cores() if device == "cpu" else min(MOST_ON_ONE_GPU, usable_cores()))
-        how = How(processes, device, None if minutes is None else 60 * minutes, other)
+        how = How(processes, device, None if minutes is None else 60 * minutes, other, before, detectors)
         with _bars() as stage:
             taken = take(chosen, folder, where, how, stage)
     _tell(taken, as_json)
-    missed = any(bar.verdict == "missed" for bar in taken.bars)
-    return int(bool(taken.failed) or (judge and missed))
+    return int(bool(taken.failed) or (judge and any(bar.verdict == "missed" for bar in taken.bars)))
 
 
 def _tell(taken: Taken, as_json: bool) -> None:

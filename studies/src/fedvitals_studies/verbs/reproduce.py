@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("study", type=click.Choice(["gsc"]))
+@click.argument("study", type=click.Choice(["gsc", "factorial"]))
 @click.option("--quick", is_flag=True, help="A rehearsal: 10 clients, 6 rounds, digits where GTSRB is not there.")
 @click.option("--out", default=None, metavar="DIR", help="Where results, figures and page go. Default: reproduction.")
 @click.option("--data", default=None, metavar="DIR", help="Where GTSRB lies. Default: FEDVITALS_DATA, ../shared/data.")
 @click.option("--only", multiple=True, metavar="CONDITION", help="A condition, a study, or a pattern; may be repeated.")
-@click.option("--repeats", type=int, default=None, help="Runs of each condition. Default: 3; quick: 1.")
+@click.option("--repeats", type=int, default=None, help="Runs of each. Default: 3; quick: 1; cells: 5.")
 @click.option("--page-only", is_flag=True, help="Run nothing: draw the page again from what is there.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Where to train. Default: cpu.")
 @click.option(
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     help="Begin no run that would not fit into so many minutes.",
 )
 @click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
+@click.option("--part", default=48, metavar="MIB", help="With --pack: the most that a folder of data may have.")
 @click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
 @click.option(
@@ -51,6 +52,7 @@ def command(
     device: str | None,
     minutes: float | None,
     pack: str | None,
+    part: int,
     python: str,
     wheel: tuple[str, ...],
     merge: tuple[str, ...],
@@ -61,35 +63,36 @@ def command(
     Results are kept per condition: stopped at any moment, it goes on where it was. Only GTSRB, whole, with 100 clients
     and the paper's rounds is called a reproduction. Exit code 1: some condition could not be run.
 
+    `factorial` runs the initial study under every reading of what the paper leaves open (64 cells, 5 repeats), then an
+    epoch as iteration in the cells that agree best, then the extended study under the likeliest reading; the page of
+    `gsc` shows both.
+
     For a GPU that is lent for minutes, with torch, Triton and numpy on it: --pack writes a folder to carry there,
     its run.py works in pieces, and --merge brings their results home.
     """
-    if pack is not None and (merge or page_only):
-        raise click.UsageError("--pack sends the study away, --merge and --page-only draw its page: give one of them.")
-    if wheel and pack is None:
-        raise click.UsageError("--wheel goes with --pack.")
+    _require_one_purpose(pack, merge, page_only, wheel)
+    place = Path(data) if data else None
     if pack is not None:
-        _pack(Path(pack), Path(data) if data else None, python, [Path(each) for each in wheel], as_json=as_json)
+        _pack(Path(pack), Path(out or "reproduction"), part, place, python, [*map(Path, wheel)], as_json=as_json)
         return
-    from fedvitals_studies.reproduce.conditions import CONDITIONS, chosen
-    from fedvitals_studies.reproduce.conditions import quick as in_quick
+    from fedvitals_studies.reproduce.conditions import FACTORIAL, chosen
+    from fedvitals_studies.reproduce.factorial import REPEATS, phases
     from fedvitals_studies.reproduce.page import as_facts, write_page
     from fedvitals_studies.reproduce.results import Results
 
     folder = Path(out or ("reproduction-quick" if quick else "reproduction"))
-    place = Path(data) if data else None
-    everything = in_quick(_dataset(folder, place, page_only or bool(merge))) if quick else CONDITIONS
-    conditions = chosen(everything, only)
+    own, small = _study(_dataset(folder, place, page_only or bool(merge)) if quick else None)
+    everything = (*own, *map(small, FACTORIAL))
+    conditions = chosen(everything if only else own, only)
     failed: list[str] = []
     if merge:
         _merge(folder, merge, everything)
     elif not page_only:
-        failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device, minutes)
-        if not quick and not failed and minutes is None and not (folder / "costs.json").exists():
-            from fedvitals_studies.reproduce import costs as reproduce_costs
-
-            click.echo("Measuring what each metric costs ...", err=True)
-            reproduce_costs.write(folder, place)
+        named = [(conditions, REPEATS if study == "factorial" else 3)]
+        for some, usual in phases(folder, small) if study == "factorial" and not only else named:
+            failed += _run(folder, some, repeats or (1 if quick else usual), place, device, minutes)
+        if study == "gsc" and not (quick or failed or minutes):
+            _measure_costs(folder, place)
     click.echo("Drawing the page ...", err=True)
     outcome = write_page(folder, Results.read(folder, everything))
     if as_json:
@@ -98,6 +101,30 @@ def command(
         _print(outcome, failed)
     if failed:
         sys.exit(1)
+
+
+def _study(rehearsed_on: str | None) -> tuple[Sequence[Condition], Callable[[Condition], Condition]]:
+    """Return the conditions of `gsc`, and how one of the factorial's is made as large as it is run."""
+    from fedvitals_studies.reproduce.conditions import CONDITIONS, quick, quick_factorial
+
+    if rehearsed_on is None:
+        return CONDITIONS, lambda condition: condition
+    return quick(rehearsed_on), lambda condition: quick_factorial(condition, rehearsed_on)
+
+
+def _require_one_purpose(pack: str | None, merge: Sequence[str], page_only: bool, wheel: Sequence[str]) -> None:
+    if pack is not None and (merge or page_only):
+        raise click.UsageError("--pack sends the study away, --merge and --page-only draw its page: give one of them.")
+    if wheel and pack is None:
+        raise click.UsageError("--wheel goes with --pack.")
+
+
+def _measure_costs(folder: Path, data: Path | None) -> None:
+    from fedvitals_studies.reproduce import costs
+
+    if not (folder / "costs.json").exists():
+        click.echo("Measuring what each metric costs ...", err=True)
+        costs.write(folder, data)
 
 
 def _dataset(folder: Path, data: Path | None, nothing_to_run: bool) -> str:
@@ -121,12 +148,17 @@ def _merge(folder: Path, files: Sequence[str], conditions: Sequence[Condition]) 
     click.echo(f"{count} results taken into {folder / 'results'}", err=True)
 
 
-def _pack(folder: Path, data: Path | None, python: str, wheels: list[Path], *, as_json: bool) -> None:
+def _pack(
+    folder: Path, done: Path, part: int, data: Path | None, python: str, wheels: list[Path], *, as_json: bool
+) -> None:
     from fedvitals_studies.packs.pack import pack, size
+    from fedvitals_studies.reproduce import bundle
     from fedvitals_studies.reproduce.data import packed_gtsrb
 
+    entry = "fedvitals_studies.reproduce.piece:main"
     with packed_gtsrb(data) as files:
-        made = pack(folder, data=files, entry="fedvitals_studies.reproduce.piece:main", python=python, wheels=wheels)
+        made = pack(folder, data=files, entry=entry, python=python, wheels=wheels, part_bytes=part << 20)
+    bundle.write_done(made.code / bundle.DONE, done)
     told = {str(part): size(part) for part in (made.code, *made.parts)}
     if as_json:
         print_json("reproduce", {"pack": told, "script": str(made.script)})

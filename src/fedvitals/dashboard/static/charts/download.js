@@ -13,7 +13,7 @@ const LINE = 16; // and for each line under it
 const SCALE = 2;
 const KEPT_MS = 10_000; // until the browser has surely begun to write the file
 
-function save(blob, name) {
+export function save(blob, name) {
   const address = URL.createObjectURL(blob);
   const anchor = h("a", { href: address, download: name, hidden: true });
   document.body.append(anchor);

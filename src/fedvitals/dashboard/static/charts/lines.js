@@ -62,7 +62,7 @@ const list = (values) => (Array.isArray(values) || ArrayBuffer.isView(values) ? 
 function take(state, data) {
   const full = (one, names) => ({ ...one, rounds: list(one.rounds), ...Object.fromEntries(names.map((name) => [name, list(one[name])])) });
   state.series = list(data.series).map((one, at) => ({
-    ...full(one, ["values"]), low: one.low ?? null, high: one.high ?? null, index: at, reach: one.low ? stride(list(one.rounds)) : 1,
+    ...full(one, ["values"]), low: one.low ?? null, high: one.high ?? null, index: one.index ?? at, reach: one.low ? stride(list(one.rounds)) : 1,
   }));
   state.bands = list(data.bands).map((one) => ({ ...full(one, ["min", "p5", "median", "p95", "max"]), reach: stride(list(one.rounds)) }));
   state.flags = list(data.flags);

@@ -3,18 +3,28 @@
 
 import { h, keyed } from "../dom.js";
 import { theme } from "../colour.js";
-import { fitted, textSize } from "./pen.js";
+import { fitted, textSize, textWidth } from "./pen.js";
+
+/** Long names without the words that they all begin with, as views/short_ids.py has it: «…layers.3.weight». */
+function differing(rows) {
+  const long = [...new Set(rows.filter((row) => textWidth(row.name) > row.room).map((row) => row.name))];
+  if (long.length < 2) return rows;
+  let shared = 0;
+  while (long.every((name) => shared < name.length && name[shared] === long[0][shared])) shared += 1;
+  const words = long[0].slice(0, shared).search(/[^\p{L}\p{N}][\p{L}\p{N}]*$/u) + 1;
+  return words > 1 ? rows.map((row) => (long.includes(row.name) ? { ...row, short: `…${row.name.slice(words)}` } : row)) : rows;
+}
 
 /** rows: [{name, y, height, href, chosen, room}]; only those in sight are nodes. */
 export function rowNames(parent, rows) {
   // The link is part of the key, so that every address goes through the check in `h`.
-  keyed(parent, rows, (row) => `${row.href ?? ""} ${row.name}`, make, update);
+  keyed(parent, differing(rows), (row) => `${row.href ?? ""} ${row.name}`, make, update);
 }
 
 /** The same names in a picture that is saved. */
 export function paintRowNames(pen, box, rows) {
-  for (const row of rows) {
-    pen.text(box.x0 - 8, row.y + row.height / 2 + 4, row.name, { fill: theme().ink2, anchor: "end", room: box.x0 - 12 });
+  for (const row of differing(rows)) {
+    pen.text(box.x0 - 8, row.y + row.height / 2 + 4, row.short ?? row.name, { fill: theme().ink2, anchor: "end", room: box.x0 - 12 });
   }
 }
 
@@ -23,7 +33,7 @@ function make(row) {
 }
 
 function update(node, row) {
-  const short = fitted(row.name, row.room, textSize(), row.chosen ? 600 : 400);
+  const short = fitted(row.short ?? row.name, row.room, textSize(), row.chosen ? 600 : 400);
   if (node.textContent !== short) node.textContent = short;
   if (node.title !== row.name) node.title = row.name;
   node.classList.toggle("chosen", Boolean(row.chosen));

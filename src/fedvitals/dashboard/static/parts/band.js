@@ -2,7 +2,6 @@
 // A band of the overview: its name at the left, its pictures on the page's axis, and what they share.
 
 import { of } from "../api.js";
-import { seriesColour } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
 import { empty } from "./states.js";
@@ -73,12 +72,12 @@ export function lineOf(one, more) {
 
 /** The federation's own line; none where only clients have the sign, since their band says it all. */
 export function globalLine(one) {
-  return one.total && one.of !== "median client" ? [lineOf(one, { name: "global model", colour: seriesColour(0) })] : [];
+  return one.total && one.of !== "median client" ? [lineOf(one, { name: "global model", index: 0 })] : [];
 }
 
 /** The lines of single clients, in colours that no other line of the page has. */
 export function clientLines(run, found, lines) {
-  return found.filter((one) => one.total).map((one) => lineOf(one, { href: runLink(run, "clients", one.node), colour: seriesColour(1 + lines.indexOf(one.node)) }));
+  return found.filter((one) => one.total).map((one) => lineOf(one, { href: runLink(run, "clients", one.node), index: 1 + lines.indexOf(one.node) }));
 }
 
 /** A select that keeps a choice in the address. */

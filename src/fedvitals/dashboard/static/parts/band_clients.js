@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Clients: one vital sign of everybody over the rounds. Who is in trouble comes first, then who is unlike the others.
 
-import { decodeGrid, of } from "../api.js";
+import { decodeGrid } from "../api.js";
 import { heatMap } from "../charts/heatmap.js";
 import { h } from "../dom.js";
 import { number } from "../format.js";
@@ -24,7 +24,8 @@ export function clientBand(ctx, axis) {
     on: { change: () => ctx.params.set({ client: choose.value.trim() || null }) },
   });
   const pick = h("label", { class: "field-label" }, "client on top", choose, names);
-  const frame = bandFrame("clients", "who is unlike the others", [sign.node, sort.node, pick], none, map);
+  const offer = h("button", { class: "link-button small", type: "button", hidden: true, title: "what the finding rests on" });
+  const frame = bandFrame("clients", "who is unlike the others", [sign.node, sort.node, pick, offer], none, map);
   none.append(empty("No client told a sign of its own.", "From privacy level 2 on they do."));
   const chart = remade(map, (host, how) => heatMap(host, {
     ...how, axis, rowHeight: 14, maxHeight: 336,
@@ -52,31 +53,25 @@ export function clientBand(ctx, axis) {
     }
   }
 
-  let usual = null; // what is shown unless a person chooses: told once, so that a picture stays what it was
-
-  /** The sign that the worst finding rests on, where clients have it; else the first that most of them tell. */
-  async function first(now, signal) {
-    const { key, node } = now.verdict;
-    if (!key || !node) return now.sign;
-    const found = await ctx.api.get(of(ctx.run, "findings", key), {}, signal).catch(() => null);
-    const named = (row) => now.signs.find((one) => [row.name, row.title].includes(one.name) || one.name.split(".").slice(1).join(".") === row.name);
-    return found?.numbers.map(named).find(Boolean)?.name ?? now.sign;
-  }
+  let usual = null; // what is shown unless a person chooses: asked for once, so that a picture stays what it was
 
   return {
     node: frame.node,
 
-    async follow(now, signal) {
+    follow(now, signal) {
       const told = now.signs.map((one) => one.name);
       const asked = ctx.params.get("sign");
-      if (now.sign !== null) usual = await (usual ??= first(now, signal));
-      if (signal.aborted) return;
+      usual ??= now.sign;
       const wanted = told.includes(asked) ? asked : told.includes(usual) ? usual : now.sign;
       const order = ORDER[ctx.params.get("sort")] ? ctx.params.get("sort") : "worst";
       none.hidden = wanted !== null;
       map.hidden = sign.node.hidden = sort.node.hidden = pick.hidden = wanted === null;
+      if (wanted === null) offer.hidden = true;
       if (wanted === null) return;
       sign.show(signGroups(now.signs), wanted);
+      offer.hidden = !now.verdict.key || now.sign === wanted; // a finding that came later, or another choice
+      offer.textContent = `show ${signWords(now.signs.find((one) => one.name === now.sign), now.sign)}`;
+      offer.onclick = () => ctx.params.set({ sign: now.sign }, { push: true });
       sort.show([["", SORTS]], order);
       if (document.activeElement !== choose) choose.value = now.chosen ?? "";
       frame.fill(

@@ -37,13 +37,16 @@ export function layerBand(ctx, axis) {
     onRound: (round) => go(runLink(ctx.run, "rounds", round)),
   });
 
+  let usual = null; // family and statistic unless a person chooses: asked for once, so that a picture stays what it was
+
   function chosen(now) {
     const names = now.families.map((one) => one.name);
+    if (names.length) usual ??= now.family ? [now.family, now.statistic] : [FIRST.find((one) => names.includes(one)) ?? names[0], null];
     const wanted = ctx.params.get("family");
-    const name = names.includes(wanted) ? wanted : (FIRST.find((one) => names.includes(one)) ?? names[0]);
+    const name = names.includes(wanted) ? wanted : usual?.[0];
     const known = now.families.find((one) => one.name === name)?.statistics ?? [];
-    const asked = ctx.params.get("statistic");
-    return { family: name, statistic: known.includes(asked) ? asked : (USUAL.find((one) => known.includes(one)) ?? known[0]), known, names };
+    const asked = [ctx.params.get("statistic"), usual && name === usual[0] && usual[1], ...USUAL, known[0]];
+    return { family: name, statistic: asked.find((one) => known.includes(one)), known, names };
   }
 
   function drawMap(grid, now, { family: name, statistic: what }) {

@@ -30,10 +30,10 @@ export function systemBand(ctx, axis) {
             joined > 1 ? `the slowest of every ${joined} rounds` : "",
           ].filter(Boolean).join("; "),
         });
-        const lines = [["sent", "to the server"], ["received", "to the clients"]].filter(([name]) => found[name].some((one) => one !== null));
+        const lines = [["sent", "to the server", 2], ["received", "to the clients", 5]].filter(([name]) => found[name].some((one) => one !== null));
         below.hidden = !lines.length;
         bytes.update({
-          series: lines.map(([name, text]) => ({ name: text, rounds: found.rounds, values: found[name] })),
+          series: lines.map(([name, text, index]) => ({ name: text, index, rounds: found.rounds, values: found[name] })),
           flags: now.flags,
           note: shownOf(found.rounds.length, found.total),
         });

@@ -30,7 +30,7 @@ export function changePanels() {
 
     show(found) {
       fill(trouble);
-      remedies.show(found.remedies, { nothing: "Nothing that was computed gains 2 % of a round." });
+      remedies.show(found.remedies, { nothing: "Nothing that keeps most of the data gains 2 % of a round." });
       assumed.textContent = found.what_if.length
         ? "Computed from the recorded times; each row changes one thing. What it costs in accuracy, only a re-run tells."
         : "Nothing that was computed gains 2 % of a round.";

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A client's vital signs, each as its line over the band of its cohort, all on one axis: the most deviating first.
+// A client's vital signs, each as its line over the band of its cohort, all on one axis: what its finding rests on
+// first, then the most deviating.
 // The order stays as it was when the page opened: new rounds must not move what a person looks at.
 
 import { signWords } from "./sign_words.js";
@@ -45,12 +46,12 @@ export function clientSigns(ctx, axis, node) {
   function draw(cell) {
     const { sign, band } = cell;
     cell.chart.update({
-      series: [lineOf(sign.series, { name: node })],
+      series: [lineOf(sign.series, { name: node, index: 1 })],
       bands: band && band.rounds.length ? [{ ...band, name: "all clients" }] : [],
       flags,
       note: words(sign),
     });
-    cell.host.classList.toggle("far", sign.odd || Math.abs(sign.z ?? 0) >= FAR);
+    cell.host.classList.toggle("far", sign.evidence || sign.odd || Math.abs(sign.z ?? 0) >= FAR);
   }
 
   /** Bands of the signs in sight, a few at a time: of a thousand clients each is half a million numbers. */
@@ -102,8 +103,12 @@ export function clientSigns(ctx, axis, node) {
 }
 
 function words(sign) {
+  return [sign.evidence && "its finding rests on this", deviationOf(sign)].filter(Boolean).join("; ");
+}
+
+function deviationOf(sign) {
   if (sign.odd) return `not finite in round ${sign.round}`;
-  if (sign.z === null) return "too few peers to compare";
+  if (sign.z === null) return "too few other clients to compare";
   const size = Math.abs(sign.z);
   if (size < 0.05) return `as the median client, r${sign.round}`;
   return `${number(Math.round(size * 10) / 10, 2)} σ ${sign.z > 0 ? "above" : "below"} the median, r${sign.round}`;

@@ -23,7 +23,7 @@ const COLUMNS = [
   ["loss", "loss", "Newest loss", true, true],
   ["norm", "update norm", "Size of its newest update", true, true],
   ["cosine", "cosine", "Cosine of its newest update to the mean of the others", false, true],
-  ["score", "deviation", "How far it lies from its peers in the newest rounds, in σ from their median", true, true],
+  ["score", "deviation", "How far it lies from the other clients in the newest rounds, in σ from their median", true, true],
   ["seconds", "time", "Usual length of its round", true, true],
   ["bytes", "bytes", "Sent and received in all rounds", true, true],
   ["failures", "failures", "Times it was asked and nothing of use came", true, true],

@@ -17,7 +17,7 @@ function whose(run, node) {
 export function memoryPanel(run, axis) {
   const [none, above, left, right] = [h("div", {}), h("div", {}), h("div", {}), h("div", {})];
   const peaks = rowTable([
-    { name: "metric", text: "memory", cell: (row) => h("span", { text: row.metric.replace("memory.", ""), title: row.meaning }) },
+    { name: "metric", text: "memory", cell: (row) => h("span", { text: row.title, title: `${row.metric}: ${row.meaning}` }) },
     { name: "bytes", text: "most", num: true, cell: (row) => bytes(row.bytes) },
     { name: "node", text: "whose", class: "name", cell: (row) => whose(run, row.node === "server" ? null : row.node) },
     { name: "round", text: "round", num: true, cell: (row) => row.round },
@@ -35,7 +35,7 @@ export function memoryPanel(run, axis) {
       if (!found) return;
       peaks.show(found.peaks);
       above.hidden = !found.courses.length;
-      course.update({ series: found.courses.map(lineOf), note: shown(found.courses[0]) });
+      course.update({ series: found.courses.map((one) => lineOf(one)), note: shown(found.courses[0]) });
       left.hidden = !found.shares.length;
       shares.update({ bars: found.shares.map((one) => ({ name: one.name, value: one.bytes, text: bytes(one.bytes) })), note: `of ${found.node}${found.batch ? `, batches of ${number(found.batch)}` : ""}, in its largest round` });
       right.hidden = !found.clients.length;
@@ -76,7 +76,7 @@ export function trafficPanel(run, axis) {
       const telemetry = found.telemetry ? `Telemetry, ${bytes(found.telemetry)}, is not in these.` : "No telemetry was sent.";
       const parts = told.filter(([size]) => size > 0).map(([size, words]) => `${bytes(size)} ${words}`);
       total.textContent = `${bytes(found.total)} in all${parts.length ? `: ${parts.join(", ")}` : ""}. ${telemetry}`;
-      course.update({ series: found.courses.map(lineOf), note: shown(found.courses[0]) });
+      course.update({ series: found.courses.map((course, at) => lineOf(course, TRAFFIC[at])), note: shown(found.courses[0]) });
       above.hidden = !found.courses.length;
       right.hidden = !found.clients.length;
       clients.update({ bars: found.clients.slice(0, 10).map((one) => ({ name: one.node, value: one.sent + one.received, text: bytes(one.sent + one.received), href: runLink(run, "clients", one.node) })), note: `${Math.min(10, found.total_clients)} of ${number(found.total_clients)} clients` });
@@ -93,7 +93,7 @@ export function trafficPanel(run, axis) {
 
 export function machinePanel() {
   const table = rowTable([
-    { name: "metric", text: "machine", cell: (row) => row.metric },
+    { name: "metric", text: "machine", cell: (row) => h("span", { text: row.title, title: row.metric }) },
     { name: "mean", text: "mean", num: true, cell: (row) => withUnit(row.mean, row.unit) },
     { name: "extreme", text: "extreme", num: true, title: "the largest; of what is free, the smallest", cell: (row) => withUnit(row.extreme, row.unit) },
     { name: "round", text: "in round", num: true, cell: (row) => row.round },
@@ -108,9 +108,12 @@ export function machinePanel() {
   };
 }
 
-function lineOf(course) {
+/** Up and down in the colours that they have on the overview. */
+const TRAFFIC = [2, 5];
+
+function lineOf(course, index) {
   const joined = course.total > course.rounds.length;
-  return { name: course.name, rounds: course.rounds, values: course.values, ...(joined ? { low: course.low, high: course.high } : {}) };
+  return { name: course.name, index, rounds: course.rounds, values: course.values, ...(joined ? { low: course.low, high: course.high } : {}) };
 }
 
 function shown(course) {

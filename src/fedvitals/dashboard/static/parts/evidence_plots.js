@@ -33,8 +33,8 @@ export function evidencePlots(axis, onRound) {
         },
         (place, plot) => {
           place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map((text) => text[0].toUpperCase() + text.slice(1)).join(". ");
-          place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" ? "" : plot.unit, scale: plot.scale }).update({
-            series: plot.lines.map((line) => lineOf(line, { name: line.of })),
+          place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" && plot.unit !== "share" ? "" : plot.unit, scale: plot.scale }).update({
+            series: plot.lines.map((line, at) => lineOf(line, { name: line.of, index: 1 + at })),
             bands: plot.band ? [{ ...plot.band, name: others(plot) }] : [],
             flags,
             threshold: plot.threshold,
@@ -64,8 +64,8 @@ function seenFlags(one, { seen, since }) {
   return flags;
 }
 
-/** Who the band is: a suspect is not among its own peers. */
-const others = (plot) => (plot.lines.some((line) => line.node !== null) ? "peers" : "clients");
+/** Who the band is: a suspect is not among the others. */
+const others = (plot) => (plot.lines.some((line) => line.node !== null) ? "other clients" : "clients");
 
 function noteOf(plot) {
   const clients = plot.band ? `${Math.max(...plot.band.clients)} ${others(plot)}: p5–p95, median, extremes` : "";

@@ -7,6 +7,7 @@ import { runLink } from "../params.js";
 import { place } from "../place.js";
 import { addressOf } from "../root.js";
 import { compareLink } from "./chosen.js";
+import { shareButton } from "./share.js";
 import { changeTheme } from "../theme.js";
 
 const PAGES = [
@@ -24,10 +25,11 @@ export function header(node) {
   const connection = h("span", { class: "connection", role: "status" });
   const banner = h("div", { class: "banner", role: "alert", hidden: true });
   const theme = h("button", { class: "icon-button", "aria-label": "Light or dark", title: "Light or dark (t)", text: "◐", on: { click: changeTheme } });
-  const right = h("div", { class: "right" }, connection, facts, theme);
+  const right = h("div", { class: "right" }, connection, facts, shareButton(() => about), theme);
   fill(node, h("div", { class: "top" }, crumbs, pages, right), banner);
   let lost = null; // since when the server has been silent
   let shown = { links: "", status: null };
+  let about = []; // runs that the page is about
 
   /** The links, made anew only when they differ: focus and the place in a scrolled row stay. */
   function linksTo(links) {
@@ -62,6 +64,7 @@ export function header(node) {
       fill(crumbs, h("a", { class: "brand", href: addressOf("/"), text: "fedvitals" }),
         page.run !== null && [h("span", { class: "muted", "aria-hidden": "true", text: "▸" }), h("a", { class: "run-name", href: runLink(page.run), text: name, title: page.run })]);
       const now = PARENT[at] ?? at;
+      about = page.run !== null ? [page.run] : page.ctx?.runs ?? [];
       Object.assign(place, { run: page.run === null ? "" : name, page: now });
       const found = status?.findings ?? 0;
       linksTo(page.run === null ? [[addressOf("/"), "runs", now === "runs"], [addressOf("/compare"), "compare", now === "compare"]] : [

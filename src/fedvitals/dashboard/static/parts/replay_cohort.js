@@ -20,16 +20,18 @@ export function cohortPanel(ctx, choose) {
   const [said, more, picture] = [h("p", { class: "small muted" }), h("p", { class: "row" }), h("div", {})];
   const table = rowTable([], { key: (row) => row.node, caption: "Who answered in this round" });
   const map = remade(picture, (host, how) => matrix(host, { ...how, colours: "signed", onCell: (row) => choose(row) }));
-  const dropped = () => params.list("drop").map(decodeURIComponent);
-  function drop(node, out) {
-    const now = out ? [...dropped(), node] : dropped().filter((one) => one !== node);
-    params.set({ drop: [...new Set(now)].map(encodeURIComponent).join(",") || null });
+  let suspects = []; // of this round: left out unless a person chooses otherwise
+  const dropped = () => (params.get("drop") ? params.list("drop").map(decodeURIComponent) : params.get("keep") === "all" ? [] : suspects);
+  function leaveOut(nodes) {
+    params.set({ drop: [...new Set(nodes)].map(encodeURIComponent).join(",") || null, keep: nodes.length ? null : "all" });
   }
+  const drop = (node, out) => leaveOut(out ? [...dropped(), node] : dropped().filter((one) => one !== node));
 
   function columnsOf(found) {
     const grouped = found.cohort.some((row) => row.group !== null);
     return [
-      { name: "node", text: "client", class: "name", sort: "name", cell: (row) => h("button", { class: "link-button", type: "button", "aria-pressed": String(row.node === params.get("node")), on: { click: () => choose(row.node === params.get("node") ? null : row.node) } }, nameOf(row.node)) },
+      { name: "node", text: "client", class: "name", sort: "name", cell: (row) => [h("button", { class: "link-button", type: "button", "aria-pressed": String(row.node === params.get("node")), on: { click: () => choose(row.node === params.get("node") ? null : row.node) } }, nameOf(row.node)), suspects.includes(row.node) && h("span", { class: "sev-warning small nowrap", title: "suspected in a finding of this round", text: " ▲ suspect" })] },
+      { name: "drop", text: "without", cell: (row) => row.state === "used" && h("input", { type: "checkbox", "aria-label": `What if without ${row.node}`, checked: dropped().includes(row.node), on: { change: (event) => drop(row.node, event.target.checked) } }) },
       { name: "state", text: "its update", cell: (row) => h("span", { class: SEVERITY[row.state], title: row.why, text: STATES[row.state] }) },
       found.cohort.some((row) => row.why) && { name: "why", text: "why", class: "words", cell: (row) => h("span", { class: "small", text: row.why }) },
       grouped && { name: "group", text: "group", class: "name", cell: (row) => row.group ?? "" },
@@ -39,15 +41,16 @@ export function cohortPanel(ctx, choose) {
       { name: "first", text: "first loss", num: true, sort: "first", cell: (row) => h("span", { title: exact(row.first_loss), text: number(row.first_loss) }) },
       { name: "last", text: "last loss", num: true, sort: "last", cell: (row) => h("span", { title: exact(row.last_loss), text: number(row.last_loss) }) },
       { name: "digest", text: "digest", cell: (row) => [digest(row.digest, row.whole), row.whole && h("span", { class: "muted small", text: " whole" })] },
-      { name: "drop", text: "without", cell: (row) => row.state === "used" && h("input", { type: "checkbox", "aria-label": `What if without ${row.node}`, checked: dropped().includes(row.node), on: { change: (event) => drop(row.node, event.target.checked) } }) },
     ].filter(Boolean);
   }
 
   return {
-    node: h("section", { class: "panel" }, h("h2", { text: "who answered" }), said, table.node, more),
+    node: h("section", { class: "panel cohort" }, h("h2", { text: "who answered" }), said, table.node, more),
     picture,
     dropped,
+    leaveOut,
     show(found) {
+      suspects = found.suspects;
       const parts = [`${number(found.used)} used`, found.left_out && `${number(found.left_out)} left out`, found.failed && `${number(found.failed)} failed`, found.lost && `${number(found.lost)} for which the tape had no room`];
       said.textContent = `${number(found.total)} answered: ${parts.filter(Boolean).join(", ")}. ${number(found.whole)} of their updates are on the tape whole.`;
       const sort = params.get("sort", "trouble");

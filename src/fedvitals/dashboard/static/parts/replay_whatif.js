@@ -4,7 +4,7 @@
 import { of } from "../api.js";
 import { bars } from "../charts/index.js";
 import { fill, h } from "../dom.js";
-import { number, percent } from "../format.js";
+import { number, percent, withUnit } from "../format.js";
 import { command } from "./replay_state.js";
 
 const RULES = {
@@ -16,6 +16,7 @@ export function whatIfPanel(ctx, cohort) {
   const { run, params } = ctx;
   const rule = h("select", { class: "field", on: { change: () => params.set({ rule: rule.value === "recorded" ? null : rule.value }) } },
     Object.entries(RULES).map(([value, text]) => h("option", { value, text })));
+  const predicted = h("p", { class: "predicted", hidden: true });
   const [who, said, notes, way, picture] = [h("span", { class: "row" }), h("p", { class: "said", role: "status" }), h("p", { class: "small muted" }), h("div", {}), h("div", {})];
   const layers = bars(picture, { title: "how far the new step is from the recorded one, by layer; grey: the recorded step", maxHeight: 420 });
   let asked = 0;
@@ -23,13 +24,21 @@ export function whatIfPanel(ctx, cohort) {
   function out(found) {
     const gone = cohort.dropped();
     fill(who, h("span", { class: "muted", text: "without" }), gone.length
-      ? gone.map((node) => h("span", { class: "chip" }, h("span", { class: "name", text: node }), h("button", { class: "tag-off", type: "button", "aria-label": `With ${node} again`, text: "✕", on: { click: () => params.set({ drop: gone.filter((one) => one !== node).map(encodeURIComponent).join(",") || null }) } })))
-      : h("span", { class: "muted", text: "nobody yet: tick clients above" }),
-    !gone.length && found.client?.row?.state === "used" && h("button", { class: "link-button", type: "button", text: `without ${found.client.node}`, on: { click: () => params.set({ drop: encodeURIComponent(found.client.node) }) } }));
+      ? gone.map((node) => h("span", { class: "chip" }, h("span", { class: "name", text: node }), h("button", { class: "tag-off", type: "button", "aria-label": `With ${node} again`, text: "✕", on: { click: () => cohort.leaveOut(gone.filter((one) => one !== node)) } })))
+      : h("span", { class: "muted", text: "nobody: tick clients in the table" }),
+    found.suspects.some((node) => !gone.includes(node)) && h("button", { class: "button quiet", type: "button", text: "leave out suspects", on: { click: () => cohort.leaveOut([...gone, ...found.suspects]) } }),
+    gone.length > 0 && h("button", { class: "link-button", type: "button", text: "with everybody", on: { click: () => cohort.leaveOut([]) } }),
+    !gone.length && found.client?.row?.state === "used" && h("button", { class: "link-button", type: "button", text: `without ${found.client.node}`, on: { click: () => cohort.leaveOut([found.client.node]) } }));
   }
 
   function tell(answer) {
     way.hidden = answer.ready;
+    const score = answer.ready && answer.score;
+    const changed = answer.dropped.length > 0 || answer.rule !== "recorded";
+    predicted.hidden = !score || !changed;
+    if (score && changed) fill(predicted, h("span", { class: "big", text: withUnit(score.changed, score.unit) }), ` ± ${errorOf(score.error, score.unit)} `,
+      h("span", { text: `${score.name} after this round instead of ${withUnit(score.recorded, score.unit)}` }),
+      h("span", { class: "muted small", text: ` (${score.difference >= 0 ? "+" : "−"}${errorOf(Math.abs(score.difference), score.unit)} ± ${errorOf(score.difference_error, score.unit)}, on ${number(score.samples)} test samples)` }));
     picture.hidden = !answer.ready;
     fill(way, !answer.ready && [h("p", { class: "small muted", text: "This computes what is missing, and goes on to the metrics:" }), command(answer.command)]);
     if (!answer.ready) {
@@ -51,7 +60,7 @@ export function whatIfPanel(ctx, cohort) {
 
   return {
     node: h("section", { class: "panel", id: "whatif" }, h("h2", { text: "what if" }),
-      h("p", { class: "row" }, who, h("label", { class: "field-label" }, "aggregation", rule)), said, notes, way, picture),
+      h("p", { class: "row" }, who, h("label", { class: "field-label" }, "aggregation", rule)), predicted, said, notes, way, picture),
     async show(found, signal) {
       const mine = ++asked;
       rule.value = params.get("rule", "recorded") in RULES ? params.get("rule", "recorded") : "recorded";
@@ -69,6 +78,9 @@ export function whatIfPanel(ctx, cohort) {
     destroy: () => layers.destroy(),
   };
 }
+
+/** A standard error or a difference: of shares in points, as people say it. */
+const errorOf = (value, unit) => (unit === "share" ? `${number(100 * value)} points` : number(value));
 
 function sentence(answer) {
   const without = answer.dropped.length ? `Without ${answer.dropped.slice(0, 5).join(", ")}${answer.dropped.length > 5 ? ` and ${answer.dropped.length - 5} more` : ""}` : "";

@@ -4,7 +4,7 @@
 import { changing } from "../access.js";
 import { sparkline } from "../charts/sparkline.js";
 import { fill, h } from "../dom.js";
-import { ago, bytes, exact, exactly, number, seconds, when } from "../format.js";
+import { ago, bytes, exact, exactly, number, seconds, when, withUnit } from "../format.js";
 import { link, runLink } from "../params.js";
 import { addressOf } from "../root.js";
 import { findingCounts, healthMark, stateNow } from "./health.js";
@@ -69,7 +69,7 @@ export function runRow(run, acts) {
     fill(spark, one ? sparkline(one.values, { unit: one.name === "accuracy" ? "share" : "", width: 120, height: 24, label: `${one.name} over ${number(one.rounds.length)} points` }) : h("span", { class: "muted", text: "–" }));
     spark.title = one ? `${one.name}, ${one.of}` : "neither accuracy nor loss was measured";
     const value = now.accuracy ?? now.loss;
-    fill(last, number(value), now.accuracy === null && now.loss !== null && h("small", { class: "muted", text: " loss" }));
+    fill(last, withUnit(value, now.accuracy === null ? "1" : "share"), now.accuracy === null && now.loss !== null && h("small", { class: "muted", text: " loss" }));
     last.title = value === null ? "" : `${now.accuracy === null ? "loss" : "accuracy"} ${exactly(value, now.accuracy === null ? "1" : "share")}`;
     fill(findings, findingCounts(now.findings));
     facts.duration.textContent = seconds(now.seconds);

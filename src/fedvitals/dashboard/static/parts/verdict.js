@@ -22,11 +22,11 @@ const PARTLY = "No findings, but not fully examined: ";
 export function verdictBox() {
   const mark = h("span", { class: "verdict-state" });
   const headline = h("h1", { class: "verdict-headline" });
-  const detail = h("span", { class: "verdict-detail" });
+  const [why, next, detail] = [h("p", { class: "verdict-why" }), h("p", { class: "verdict-next" }), h("span", { class: "verdict-detail" })];
   const levels = h("div", {});
   const links = h("span", { class: "verdict-links" });
   const node = h("section", { class: "verdict", "aria-label": "Verdict" },
-    h("div", { class: "verdict-line" }, mark, headline), levels, h("p", { class: "verdict-more" }, detail, links));
+    h("div", { class: "verdict-line" }, mark, headline), why, levels, next, h("p", { class: "verdict-more" }, detail, links));
   let said = null;
 
   return {
@@ -45,6 +45,10 @@ export function verdictBox() {
       mark.className = `verdict-state ${colour === "muted" ? "muted" : `sev-${colour}`}`;
       headline.textContent = plain(verdict.headline, verdict.state);
       detail.textContent = verdict.detail;
+      why.textContent = verdict.why ?? "";
+      why.hidden = !verdict.why;
+      fill(next, h("b", { text: "Next step: " }), verdict.next_step);
+      next.hidden = !verdict.next_step;
       fill(levels, causeLevels(verdict.levels ?? []));
       const finding = verdict.key && runLink(run, "findings", verdict.key);
       fill(links,

@@ -9,6 +9,7 @@ import { go, link, runLink } from "../params.js";
 import { chooser, remade } from "../parts/band.js";
 import { caseList, eventList, factList, labelBars, numbersTable, panel } from "../parts/client_facts.js";
 import { clientSigns } from "../parts/client_signs.js";
+import { evidencePlots } from "../parts/evidence_plots.js";
 import { empty } from "../parts/states.js";
 import { verdictBox } from "../parts/verdict.js";
 import { labelOf, nameOf } from "../parts/who.js";
@@ -23,19 +24,20 @@ export function view(root, ctx) {
   const verdict = verdictBox();
   const cases = caseList(run);
   const rests = h("div", {});
+  const plots = evidencePlots(axis, (round) => go(runLink(run, "rounds", String(round))));
   const signs = clientSigns(ctx, axis, node);
   const place = h("nav", { class: "row client-place", "aria-label": "Other clients" });
   const layers = layerPart(ctx, axis, node);
   const times = timePart(ctx, axis, node);
   const side = { facts: h("div", {}), labels: h("div", {}), failures: h("div", {}), events: h("div", {}) };
-  const found = panel("findings", cases.node, rests);
+  const found = panel("findings, and what the worst one rests on", cases.node, plots.node, rests);
   const more = h("p", { class: "small" });
   let neighbours = {};
   let first = true;
   root.append(h("div", { class: "page client-page" },
     h("div", {},
       place, verdict.node, found,
-      panel("vital signs against the other clients, the most deviating first", signs.nodes),
+      panel("vital signs against the other clients, evidence first, then the most deviating", signs.nodes),
       panel("layers against the median client", layers.nodes),
       panel("where its time went", times.nodes)),
     h("aside", { "aria-label": "Facts and events" },
@@ -59,7 +61,7 @@ export function view(root, ctx) {
       if (first) axis.setHover(params.number("round"));
       first = false;
       document.title = [page.row.label || node, ctx.status.name, "fedvitals"].join(" · ");
-      verdict.show(run, { ...page.verdict, node: null });
+      verdict.show(run, { ...page.verdict, node: null }, page.cases.find((one) => one.key === page.verdict.key)?.severity ?? null);
       fill(place,
         h("a", { href: runLink(run, "clients"), text: "all clients" }),
         h("span", { class: "muted" }, node, labelOf(page.row.label), `${page.row.group ? `, in ${page.row.group}` : ""}: ${number(page.place)} of ${number(page.clients)}, worst first`),
@@ -81,7 +83,7 @@ export function view(root, ctx) {
 
     destroy() {
       unbind();
-      for (const part of [signs, layers, times]) part.destroy();
+      for (const part of [plots, signs, layers, times]) part.destroy();
     },
   };
 
@@ -96,9 +98,11 @@ export function view(root, ctx) {
   }
 
   async function evidence(key) {
+    plots.node.hidden = !key;
     if (!key) return put(rests, null, () => null);
     try {
-      const full = await ctx.api.get(of(run, "findings", key), {}, ctx.signal);
+      const [full, behind] = await Promise.all(["", "evidence"].map((part) => ctx.api.get(of(run, "findings", key, ...(part ? [part] : [])), {}, ctx.signal)));
+      plots.show(full.case, behind);
       return put(rests, full.numbers, () => numbersTable(full.numbers));
     } catch (error) {
       return error.name === "AbortError" ? null : put(rests, null, () => null);

@@ -30,6 +30,7 @@ export function view(root, ctx) {
   const bands = [learningBand(ctx, axis), layerBand(ctx, axis), clientBand(ctx, axis), systemBand(ctx, axis)];
   const follow = h("button", { class: "button follow", hidden: true, on: { click: () => axis.reset() } });
   const none = h("div", {});
+  let learning = null; // the sign below the accuracy: asked for once, so that a picture stays what it was
   root.append(h("div", { class: "page overview" },
     verdict.node,
     h("aside", { "aria-label": "Findings and suspects" }, findings.node, suspects.node),
@@ -56,7 +57,8 @@ export function view(root, ctx) {
       findings.show(run, overview.cases, overview.total_cases, overview.muted);
       suspects.show(run, overview.suspects, overview.clients, chosen);
       fill(none, overview.first_round === null && empty("No round yet.", "The pictures appear with the first one, by themselves."));
-      const shared = { ...overview, chosen, flags: flagsOf(run, overview), lines: linesOf(overview, chosen) };
+      learning ??= overview.learning;
+      const shared = { ...overview, learning, chosen, flags: flagsOf(run, overview), lines: linesOf(overview, chosen) };
       bands[0].show(learnt, shared);
       offerFollow();
       for (const one of bands) one.node.hidden = overview.first_round === null;

@@ -22,14 +22,14 @@ export function view(root, ctx) {
   const [model, ways, cohort] = [modelPanel(), waysPanel(run), cohortPanel(ctx, choose)];
   const client = clientPanel(ctx, choose);
   const whatIf = whatIfPanel(ctx, cohort);
-  parts.append(h("div", { class: "split" }, model.node, ways.node), cohort.node, h("div", { class: "split" }, client.node, h("section", { class: "panel" }, h("h2", { text: "all clients" }), cohort.picture)), whatIf.node);
+  parts.append(h("div", { class: "split beside" }, cohort.node, whatIf.node), h("div", { class: "split" }, client.node, h("section", { class: "panel" }, h("h2", { text: "all clients" }), cohort.picture)), h("div", { class: "split" }, model.node, ways.node));
   body.append(
     h("div", { class: "head" }, h("h1", { text: "Replay" }), h("span", { class: "muted", text: "what happened, step by step?" }), steps),
     strip.node, h("div", {}, said, trouble), parts, facts);
   root.append(none, body);
   let index = null;
 
-  const to = (round) => link(runLink(run, "replay"), { round, node: params.get("node"), drop: params.get("drop"), rule: params.get("rule") });
+  const to = (round) => link(runLink(run, "replay"), { round, node: params.get("node"), drop: params.get("drop"), keep: params.get("keep"), rule: params.get("rule") });
 
   function drawHead(found) {
     const at = index.rounds.indexOf(found.round);

@@ -75,9 +75,8 @@ export function view(root, ctx) {
       one.node.hidden = !own.length;
       one.show(name, seconds(own.reduce((sum, part) => sum + part.seconds, 0)), own);
     });
-    const told = found.waited_for.slice(0, 3).map((one) => `${one.node} ${percent(one.share)}`);
     fill(waits,
-      found.waited > 0 && `Clients waited ${seconds(found.waited)} in all, for ${told.join(", ")}. `,
+      found.waited && `${found.waited}. `,
       found.unaccounted > 0.02 && `Up to ${percent(found.unaccounted)} of a node’s round, in the median round, is in no part: unaccounted for.`);
     slow.show(found.stragglers);
   }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of docs/ that are generated from code, metrics.md, schema.md and issues.md, and the example in hosts.md.
 
-`scripts/docs` writes them.
+`scripts/docs` writes them, and `scripts/docs --check` compares.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database
 `fedvitals query SQL` reads it, and so does any client of that database while a training writes. Names are kept once, in
 `symbol`; the other tables hold their numbers. **People read the views**, which show the names:
 
-    fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
+```sh
+fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
+```
 
 - NaN is stored as NULL (SQLite knows no NaN), infinity as it is. JSON has neither: there they are the texts "NaN",
   "Infinity" and "-Infinity".
@@ -147,8 +149,8 @@ What fedvitals can find in a training. A finding names one of these codes, says 
 numbers; `fedvitals findings RUN` prints it with the causes, the remedies and what would prove it wrong, as they stand
 here. `fedvitals check RUN` looks again at a stored run.
 
-*False alarms* are cases raised per 100 healthy rounds of the fault bank's held-out runs. *Exact* issues are equality
-tests: what they say has happened, and there is nothing to be unsure of.
+*False alarms* are cases raised per 100 healthy rounds of the fault bank's third held-out set. *Exact* issues are
+equality tests: what they say has happened, and there is nothing to be unsure of.
 
 *Severity* follows damage and certainty. Critical: the model is being lost (NaN in it, a loss that runs away, a client
 that is certainly faulty and decides the average alone). Warning: something is wrong. Note: worth knowing, shown on
@@ -228,3 +230,12 @@ PAGES = {
     "docs/issues.md": issues_page,
     "docs/hosts.md": hosts_page,
 }
+
+
+def stale() -> list[str]:
+    """Return the paths of the pages that differ from what the code says."""
+    root = Path(__file__).resolve().parents[2]
+    files = {path: root / path for path in PAGES}
+    return [
+        path for path, file in files.items() if not file.exists() or file.read_text(encoding="utf-8") != PAGES[path]()
+    ]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public interface: every name that `import fedvitals as fv` shows, with its signature and its docstring."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import fedvitals as fv
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class PublicName:
+    """A public name: its path, its line in the golden list, what it stands for, and whether that is a «class», ..."""
+
+    path: str
+    signature: str
+    public: Any
+    kind: str
+
+
+class Verbatim:
+    """Text that a signature shows as it is, without quotes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def shown_default(default: Any) -> Any:
+    """A default value without its address in memory."""
+    if default is inspect.Parameter.empty or not (inspect.isroutine(default) or inspect.isclass(default)):
+        return default
+    return Verbatim(default.__name__)
+
+
+def as_written(annotation: Any) -> Any:
+    """An annotation as it stands in the source, without quotes and without checks."""
+    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
+    return Verbatim(annotation) if isinstance(annotation, str) else annotation
+
+
+def signature(name: str, function: Any, *, is_method: bool = False) -> str:
+    """A name with its parameters, without `self`; one parameter a line where they do not fit in one."""
+    found = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=as_written(parameter.annotation), default=shown_default(parameter.default))
+        for parameter in list(found.parameters.values())[is_method:]
+    ]
+    returned = inspect.Signature.empty if inspect.isclass(function) else as_written(found.return_annotation)
+    whole = found.replace(parameters=parameters, return_annotation=returned)
+    if len(f"{name}{whole}") <= WIDTH:
+        return f"{name}{whole}"
+    kinds = [parameter.kind for parameter in parameters]
+    rows = [str(parameter) for parameter in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        rows.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    result = str(whole.replace(parameters=[])).removeprefix("()")
+    return "\n".join([f"{name}(", *(f"    {row}," for row in rows), f"){result}"])
+
+
+def constructor(name: str, kind: type) -> str:
+    has_signature = not issubclass(kind, BaseException) or inspect.isfunction(kind.__init__)
+    return signature(name, kind) if has_signature else f"{name}(message)"
+
+
+def members(path: str, kind: type) -> Iterator[PublicName]:
+    """The public methods and properties of a class, but for those of its bases that are not ours."""
+    ours = [owner for owner in kind.__mro__ if owner.__module__.startswith("fedvitals")]
+    for attribute in sorted({attribute for owner in ours for attribute in vars(owner)}):
+        member, name = inspect.getattr_static(kind, attribute), f"{path}.{attribute}"
+        if attribute.startswith("_"):
+            continue
+        if isinstance(member, property | functools.cached_property):
+            getter = member.fget if isinstance(member, property) else member.func
+            shown = f"{name}: {inspect.signature(getter).return_annotation}"
+            yield PublicName(name, shown, getter, "property")
+        elif isinstance(member, staticmethod | classmethod):
+            yield PublicName(name, signature(name, getattr(kind, attribute)), getattr(kind, attribute), "function")
+        elif inspect.isfunction(member):
+            yield PublicName(name, signature(name, member, is_method=True), member, "method")
+
+
+def names_in(module: ModuleType) -> list[str]:
+    """The names that a module offers, without what it imports for itself."""
+    if hasattr(module, "__all__"):
+        return sorted(name for name in module.__all__ if not name.startswith("_"))
+    return [
+        name
+        for name in sorted({*dir(module)})
+        if not name.startswith("_") and getattr(getattr(module, name), "__module__", "").startswith("fedvitals")
+    ]
+
+
+def public_names(path: str = "fv", module: ModuleType = fv, seen: dict[int, str] | None = None) -> Iterator[PublicName]:
+    """Yield every public name of a module and of what is in it; a second name of the same thing is an «alias»."""
+    seen = {} if seen is None else seen
+    for name in names_in(module):
+        public, shown = getattr(module, name), f"{path}.{name}"
+        if id(public) in seen:
+            yield PublicName(shown, f"{shown} = {seen[id(public)]}", public, "alias")
+            continue
+        seen[id(public)] = shown
+        if isinstance(public, ModuleType):
+            yield PublicName(shown, f"{shown}: module", public, "module")
+            yield from public_names(shown, public, seen)
+        elif inspect.isclass(public):
+            yield PublicName(shown, constructor(shown, public), public, "class")
+            if path != "fv.lab":  # of the lab's parts people write the constructor; the lab calls the rest
+                yield from members(shown, public)
+        elif callable(public):
+            yield PublicName(shown, signature(shown, public), public, "function")
+        else:
+            yield PublicName(shown, f"{shown}: {type(public).__name__}", public, "value")

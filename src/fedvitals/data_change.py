@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened to a client's data since they were last described: an equality, not a score.
+
+Where checksums show that the inputs are the same and the labels are not, somebody changed the labels; the other way
+round, the inputs. New samples change both, and are no sign of a fault. A server that is sent descriptions compares
+them; below privacy level 3 the client does so itself, and sends what kind of change it is and by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedvitals.stats import Array
+
+MOST_CLASSES, MOST_DIMENSIONS = 64, 16  # of a description; who sends more wants to fill our memory
+STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
+FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that is one class's, for another
+LEAST_MOVED = 0.02  # of all labels
+RESCALED = 0.02  # relative difference up to which new inputs are the old ones times a number
+SAME_MEANS = 0.6, 1.6  # times the old means of classes, between which they stayed, as they do under noise
+NOISIER, LESS_NOISY = 1.15, 1.05  # times the variance within classes, and the standard deviation of all inputs
+FACTOR = 2.0  # or its inverse, from which another scale is a fault
+KINDS = ("label_noise", "label_flip", "input_scale", "input_noise", "inputs")  # of changes
+UNCHANGED = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DataChange:
+    """A change of a client's data: of what kind (of fault), since when, and by how much."""
+
+    kind: str  # of KINDS; «inputs»: changed in some other way
+    since: int
+    moved: float  # least share of the labels that changed; of inputs, how many times as large their spread is
+    pair: tuple[int, int] | None = None  # of a flip: the class before, and the label now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataSketch:
+    """What a client told of its data in one round. Without classes, where no more than scalars may leave it."""
+
+    round: int
+    samples: int
+    inputs: int | None  # checksums: equal where the data are; None where they are not told
+    labels: int | None
+    looks: int  # how often the data before these were found unchanged
+    scalars: Mapping[str, float]  # mean, std, ... of the inputs
+    labelled: bool
+    classes: tuple[int, ...] = ()
+    counts: Array = field(default_factory=lambda: np.zeros(0))  # [classes]
+    means: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [classes, dimensions]
+    spreads: Array = field(default_factory=lambda: np.zeros(0))  # [classes]: mean squared distances from these
+    covariance: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [dimensions, dimensions], within classes
+    freedom: int = 0
+    change: DataChange | None = None  # as the client itself found it, where it may not send more
+    lost: int = 0  # classes of which the client lost all samples, and no others; as it told
+    compared: bool = False  # whether the client had earlier data to compare these with
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the inputs; NaN where there is none, as of tokens."""
+        return self.scalars.get("std", math.nan)
+
+    @property
+    def distinct(self) -> float:
+        """The share of its samples that are not repeated: repeated ones tell nothing new of a mean."""
+        return min(1.0, max(0.01, 1 - self.scalars.get("duplicates", 0.0)))
+
+
+def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
+    """Return the description that an event's data hold; raises an error if they cannot be read."""
+    names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
+    scalars = {name: float(data[name]) for name in names if name in data}
+    known = (
+        round_index,
+        int(data["samples"]),
+        data.get("inputs"),
+        data.get("labels"),
+        int(data.get("looks", 0)),
+        scalars,
+    )
+    if "means" not in data:
+        change, lost = _told_change(round_index, data), max(0, int(data.get("classes_lost", 0)))
+        return DataSketch(*known, labelled=False, change=change, lost=lost, compared="change" in data)
+    upper = np.array(data["covariance"], dtype=np.float64)
+    dimensions = (math.isqrt(8 * len(upper) + 1) - 1) // 2
+    if dimensions > MOST_DIMENSIONS or len(data["classes"]) > MOST_CLASSES:
+        raise ValueError("A sketch has no more classes and dimensions than clients send.")
+    covariance = np.zeros((dimensions, dimensions))
+    covariance[np.triu_indices(dimensions)] = upper
+    covariance += np.triu(covariance, 1).T
+    classes = tuple(int(label) for label in data["classes"])
+    counts, spreads = (np.array(data[name], dtype=np.float64).reshape(len(classes)) for name in ("counts", "spreads"))
+    means = np.array(data["means"], dtype=np.float64).reshape(len(classes), dimensions)
+    finite = all(np.isfinite(part).all() for part in (covariance, counts, spreads, means))
+    if not finite or (counts < 1).any() or (spreads < 0).any() or len({*classes}) < len(classes):
+        raise ValueError("A sketch holds finite numbers, and each class once.")
+    freedom = max(1, int(data["freedom"]))
+    return DataSketch(*known, bool(data["labelled"]), classes, counts, means, spreads, covariance, freedom)
+
+
+def _told_change(round_index: int, data: Mapping[str, Any]) -> DataChange | None:
+    kind, moved = data.get("change"), float(data.get("moved", math.nan))
+    return DataChange(str(kind), round_index, moved) if kind in KINDS else None
+
+
+def vanished_labels(
+    before: Mapping[Any, int], now: Mapping[Any, int], vanished: frozenset[Any] = frozenset()
+) -> frozenset[Any]:
+    """Return the labels that a client lost, and no other samples, from its histograms. Those that it had lost before
+    (`vanished`) count as lost until one of them is back.
+    """
+    lost = frozenset(label for label, count in before.items() if count and not now.get(label))
+    kept = {label: count for label, count in before.items() if label not in lost and count}
+    if lost and kept == {label: count for label, count in now.items() if count}:
+        return lost | vanished
+    return frozenset() if any(now.get(label) for label in vanished) else vanished
+
+
+class OwnData:
+    """A client's newest description, and the one that its present data are compared with."""
+
+    __slots__ = ("newest", "reference")
+
+    def __init__(self) -> None:
+        self.newest: DataSketch | None = None
+        self.reference: DataSketch | None = None  # of data that were found unchanged for a while
+
+    def add(self, sketch: DataSketch) -> None:
+        """Take in the next description."""
+        before, self.newest = self.newest, sketch
+        if before is None:
+            return
+        stable = sketch.looks > 0 or sketch.round - before.round >= STABLE
+        if not stable or self._is_back(sketch):
+            self.reference = None
+        elif self.reference is None:
+            self.reference = before
+
+    @property
+    def change(self) -> DataChange | None:
+        """What was changed in the data; None if nothing was, or the samples are others."""
+        if self.newest is None:
+            return None
+        if self.reference is None or self.newest.inputs is None:
+            return self.newest.change
+        return change_of_data(self.reference, self.newest)
+
+    def _is_back(self, sketch: DataSketch) -> bool:
+        """Return whether the client has the data again that it was compared with: it was cured."""
+        known = self.reference
+        return known is not None and (known.inputs, known.labels) == (sketch.inputs, sketch.labels)
+
+
+def change_of_data(before: DataSketch, now: DataSketch) -> DataChange | None:
+    """Return what was changed between two sketches of a client; None if nothing was, or the samples are others."""
+    if None in (before.inputs, before.labels, now.inputs, now.labels) or before.samples != now.samples:
+        return None
+    if before.inputs == now.inputs:
+        return None if before.labels == now.labels else _changed_labels(before, now)
+    return _changed_inputs(before, now) if before.labels == now.labels else None
+
+
+def _changed_labels(before: DataSketch, now: DataSketch) -> DataChange | None:
+    if not (before.labelled and now.labelled):
+        return DataChange("label_noise", now.round, float("nan"))
+    labels = sorted({*before.classes, *now.classes})
+    old, new = (dict(zip(own.classes, own.counts, strict=True)) for own in (before, now))
+    difference = np.array([new.get(label, 0.0) - old.get(label, 0.0) for label in labels])
+    total = max(sum(old.values()), 1.0)
+    gained, lost = difference.clip(min=0), (-difference).clip(min=0)
+    moved = float(max(gained.sum(), lost.sum()) / total)
+    one_to_one = min(gained.max(initial=0.0), lost.max(initial=0.0)) >= FROM_ONE_TO_ONE * moved * total
+    if one_to_one and moved >= LEAST_MOVED:
+        return DataChange("label_flip", now.round, moved, (labels[int(lost.argmax())], labels[int(gained.argmax())]))
+    return DataChange("label_noise", now.round, moved)
+
+
+def _changed_inputs(before: DataSketch, now: DataSketch) -> DataChange | None:
+    ratio = now.spread / before.spread if before.spread > 0 else float("nan")
+    if before.classes != now.classes or before.means.shape != now.means.shape or not before.means.size:
+        return None
+    old, new = before.means * np.sqrt(before.counts)[:, None], now.means * np.sqrt(now.counts)[:, None]
+    factor = float((old * new).sum() / max((old**2).sum(), 1e-30))
+    size = max(float(np.linalg.norm(new)), 1e-30)
+    if float(np.linalg.norm(new - factor * old)) < RESCALED * size:
+        scaled = factor > FACTOR or factor < 1 / FACTOR
+        return DataChange("input_scale", now.round, factor) if scaled else None
+    wider = np.trace(now.covariance) / max(float(np.trace(before.covariance)), 1e-30)
+    if wider > NOISIER and ratio > LESS_NOISY and SAME_MEANS[0] < factor < SAME_MEANS[1]:
+        return DataChange("input_noise", now.round, ratio)
+    return DataChange("inputs", now.round, ratio)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inner products of adapters' factors, computed where the factors lie: on a GPU, or as NumPy arrays on the host.
+
+What is known of a round's adapters are the global model before and after it, and the clients' updates. Of each adapter
+the columns of all B and the rows of all A are multiplied with each other, in double precision; only these small
+matrices are copied to the host.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from fedvitals.probes.adapters.pairs import AdapterPair
+from fedvitals.stats import Array
+
+WEIGHED_NUMBERS = 1 << 18  # of each client, from which the weights of the mean are solved
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """The pairs of a model, and where A and B lie in its parameters as one vector."""
+
+    pairs: tuple[AdapterPair, ...]
+    places: Mapping[str, tuple[int, int]]  # by the name of a parameter: first and last number
+
+
+@dataclass(frozen=True, slots=True)
+class Grams:
+    """Of one adapter: BᵀB and A Aᵀ over all models side by side, [K, K], and how many directions each model has.
+
+    The models are the global one before and after the round, the clients, and the run's first model where it counts.
+    """
+
+    left: Array
+    right: Array
+    ranks: tuple[int, ...]  # of the models, in this order; their sum is K
+    held: tuple[int, ...]  # directions that each client has: those behind are zero, or as they were sent
+    moved: int  # clients whose factors differ from what they were sent, in directions that they have
+
+
+@dataclass(frozen=True, slots=True)
+class FactorPair:
+    """A [r, in] and B [out, r] of one adapter, as arrays of one kind and precision."""
+
+    a: Any
+    b: Any
+
+
+class ClientStack:
+    """The updates of clients whose models have one layout, one below the other."""
+
+    def __init__(self, layout: PairLayout, vectors: Sequence[Any]) -> None:
+        self.size = len(vectors)
+        self._pairs = {pair.name: pair for pair in layout.pairs}
+        self._places = layout.places
+        resident = [local(vector) for vector in vectors]
+        self._matrix = resident[0][None] if len(resident) == 1 else _library(resident[0]).stack(resident)
+
+    def rank(self, name: str) -> int:
+        """Return the rank of these clients' adapter of that name."""
+        return self._pairs[name].rank
+
+    def steps(self, name: str) -> tuple[Any, Any]:
+        """Return the clients' steps of A, [clients, r, in], and of B, [clients, r, out]."""
+        pair = self._pairs[name]
+        (first_a, last_a), (first_b, last_b) = self._places[pair.a], self._places[pair.b]
+        a = self._matrix[:, first_a:last_a].reshape(self.size, pair.rank, pair.inputs)
+        b = self._matrix[:, first_b:last_b].reshape(self.size, pair.outputs, pair.rank)
+        return a, b.swapaxes(1, 2)
+
+
+def local(values: Any) -> Any:
+    """Return values as they can be computed with in single or double precision: as an array if they are on the host."""
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    values = values.detach()
+    if values.element_size() < 4:
+        values = values.float()
+    return values.numpy() if values.device.type == "cpu" else values
+
+
+def _library(values: Any) -> Any:
+    return sys.modules["torch"] if hasattr(values, "detach") else np
+
+
+def _double(values: Any) -> Any:
+    return values.double() if hasattr(values, "detach") else values.astype(np.float64, copy=False)
+
+
+def _on_host(values: Sequence[Any]) -> list[Array]:
+    """Return small arrays on the host, copied together from a device."""
+    if not values or not hasattr(values[0], "detach"):
+        return [np.asarray(own) for own in values]
+    joined = sys.modules["torch"].cat([own.reshape(-1).double() for own in values]).cpu().numpy()
+    ends = np.cumsum([math.prod(own.shape) for own in values])[:-1]
+    return [part.reshape(tuple(own.shape)) for part, own in zip(np.split(joined, ends), values, strict=True)]
+
+
+def stacked_clients(clients: Sequence[tuple[Any, PairLayout]]) -> list[ClientStack]:
+    """Return the updates (vector, layout) of clients, which come sorted by layout, in as few stacks as possible."""
+    together = groupby(clients, key=lambda client: id(client[1]))
+    return [ClientStack(own[0][1], [vector for vector, _ in own]) for own in ([*group] for _, group in together)]
+
+
+def grams_of(
+    names: Sequence[str],
+    before: Sequence[FactorPair],
+    after: Sequence[FactorPair],
+    stacks: Sequence[ClientStack],
+    first: Sequence[FactorPair | None],
+) -> list[Grams]:
+    """Return the inner products of each named adapter; `first`: of the run's beginning, where that counts."""
+    products: list[Any] = []
+    for name, old, new, beginning in zip(names, before, after, first, strict=True):
+        rows_a, rows_b, moved = [old.a, new.a], [old.b.T, new.b.T], []
+        for stack in stacks:
+            a, b = stack.steps(name)
+            moved += [(a != 0).any(-1) | (b != 0).any(-1)]
+            rows_a.append((a + _grown(old.a, stack.rank(name))).reshape(-1, a.shape[-1]))
+            rows_b.append((b + _grown(old.b.T, stack.rank(name))).reshape(-1, b.shape[-1]))
+        if beginning is not None:
+            rows_a.append(beginning.a)
+            rows_b.append(beginning.b.T)
+        library = _library(old.a)
+        wide_a, wide_b = _double(library.concatenate(rows_a)), _double(library.concatenate(rows_b))
+        products += [wide_b @ wide_b.T, wide_a @ wide_a.T, *moved]
+    on_host, each = _on_host(products), 2 + len(stacks)
+    grams = []
+    for place, (name, old, new, beginning) in enumerate(zip(names, before, after, first, strict=True)):
+        left, right, *moved = on_host[place * each : (place + 1) * each]
+        of_clients = [stack.rank(name) for stack in stacks for _ in range(stack.size)]
+        ranks = (len(old.a), len(new.a), *of_clients, *(() if beginning is None else (len(beginning.a),)))
+        grams.append(Grams(left, right, ranks, *_directions(left, right, moved, len(old.a) + len(new.a))))
+    return grams
+
+
+def _grown(rows: Any, rank: int) -> Any:
+    """Return the first directions of the global model, as many as a client has; zeros for those that are not there."""
+    if rank <= len(rows):
+        return rows[:rank]
+    library = _library(rows)
+    return library.concatenate([rows, library.zeros_like(rows[:1])[[0] * (rank - len(rows))]])
+
+
+def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> tuple[tuple[int, ...], int]:
+    """Return how many directions each client has, whose columns begin at `start`, and how many clients moved any.
+
+    moved: which directions differ from what a client was sent, by stack, [clients, r]. A client that has moved nothing
+    at all has what it was sent.
+    """
+    there, held, count_moved = (np.diag(left) > 0) | (np.diag(right) > 0), list[int](), 0
+    for own in moved:
+        count, rank = own.shape
+        exists = there[start : start + count * rank].reshape(count, rank)
+        has = exists & ((own != 0) | (own == 0).all(1, keepdims=True))
+        held += np.where(has.any(1), rank - has[:, ::-1].argmax(1), 0).tolist()
+        count_moved += int((exists & (own != 0)).any(1).sum())
+        start += count * rank
+    return tuple(held), count_moved
+
+
+def step_products(
+    names: Sequence[str],
+    before: Sequence[FactorPair],
+    after: Sequence[FactorPair],
+    stacks: Sequence[ClientStack],
+    shared: Sequence[int],
+) -> Array:
+    """Return the inner products of the clients' steps and, last, the server's, in the directions that all clients have
+    (`shared` of each adapter), [clients + 1, clients + 1]. Adapters are added up until there are enough numbers.
+    """
+    totals: list[Any] = []
+    count = 0
+    for name, old, new, rank in zip(names, before, after, shared, strict=True):
+        if count > WEIGHED_NUMBERS:
+            break
+        steps = [stack.steps(name) for stack in stacks]
+        for side, target in ((0, new.a - old.a), (1, new.b.T - old.b.T)):
+            rows = [own[side][:, :rank].reshape(len(own[side]), -1) for own in steps]
+            wide = _double(_library(target).concatenate([*rows, target[:rank].reshape(1, -1)]))
+            totals.append(wide @ wide.T)
+            count += wide.shape[1]
+    return np.asarray(_on_host([sum(totals[1:], totals[0])])[0])

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes open files at a position, also where the system has no call for that (Windows)."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+_GATE = threading.Lock()  # a position is the file's own: without a call that takes one, threads take turns
+
+
+def read_at(file: int, count: int, position: int) -> bytes:
+    """Return at most `count` bytes of an open file from a position on."""
+    if hasattr(os, "pread"):
+        return os.pread(file, count, position)
+    with _GATE:
+        os.lseek(file, position, os.SEEK_SET)
+        return os.read(file, count)
+
+
+def write_at(file: int, content: bytes, position: int) -> int:
+    """Write to an open file from a position on; how many bytes were written."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(file, content, position)
+    with _GATE:
+        os.lseek(file, position, os.SEEK_SET)
+        return os.write(file, content)

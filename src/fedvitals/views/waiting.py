@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says for whom rounds waited, and for how long: the one answer of findings, rounds, profile, report and terminal.
+
+It is that of the critical paths: a client is waited for by as many seconds as its rounds would be shorter without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fedvitals.analysis.critical_path import CriticalPath
+from fedvitals.analysis.stragglers import COSTLY, stragglers
+from fedvitals.analysis.timeline import RoundTime
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.case_sentences import joined
+from fedvitals.views.timed_rounds import asked_rounds, timed_rounds
+from fedvitals.views.units import percent, seconds
+
+NAMED = 3  # clients in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For whom the rounds from `first` to `last` waited."""
+
+    first: int | None = None
+    last: int | None = None
+    seconds: float = 0.0  # of all these rounds together
+    lost: Mapping[str, float] = field(default_factory=dict)  # client → seconds by which they were longer; most first
+
+    def in_words(self) -> str:
+        """«Rounds 0 to 8 waited 17 s for c7, 46 % of their time»; empty where nobody cost a hundredth of it."""
+        costly = [node for node, lost in self.lost.items() if lost >= COSTLY * self.seconds > 0]
+        return f"{self._rounds()} waited {', '.join(map(self._for, costly[:NAMED]))}" if costly else ""
+
+    def for_clients(self, nodes: Collection[str], labels: Mapping[str, str]) -> str:
+        """The same of some clients: together, and also where no round waited for them; empty where nothing is timed."""
+        if self.first is None or not nodes:
+            return ""
+        lost, whom = sum(self.lost.get(node, 0.0) for node in nodes), joined([*nodes], labels)
+        if lost < COSTLY * self.seconds:
+            return f"{self._rounds()} waited less than 1 % of their time for {whom}"
+        return f"{self._rounds()} waited {seconds(lost)} for {whom}, {percent(lost / self.seconds)} of their time"
+
+    def _rounds(self) -> str:
+        return f"Round {self.last}" if self.first == self.last else f"Rounds {self.first} to {self.last}"
+
+    def _for(self, node: str) -> str:
+        lost = self.lost[node]
+        return f"{seconds(lost)} for {node} ({percent(lost / self.seconds)} of their time)"
+
+
+def waiting_of(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> Waiting:
+    """Compute for whom these rounds of one clock waited."""
+    if not times:
+        return Waiting()
+    lost = {slow.node: slow.seconds_lost for slow in stragglers(times, most=len(times), paths=paths)}
+    return Waiting(times[0].round, times[-1].round, sum(time.seconds for time in times), lost)
+
+
+def waiting_in(reader: Reader, run: str) -> Waiting:
+    """Read for whom the newest rounds of a run waited: those that its page of rounds opens with."""
+    looked = timed_rounds(reader, asked_rounds(reader, run))
+    return waiting_of(looked.times, looked.paths)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factorial: the paper's initial study under every reading of what it leaves open, and which one it agrees with.
+
+The score was fixed before the first run. Each sentence of the initial study (claims 1.x and 2.x; readings of one
+sentence count once, by the better) gives 1 if it is reproduced, ½ if partly, and 0 if not, or if it cannot be tested
+under this reading, since the paper reports that something was seen. The score is the mean over all sentences. «The
+likeliest setting» is the reading of the highest score; between equal scores the one of which a larger share of single
+checks holds in single repeats, then the one that comes first in `READINGS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals_studies.reproduce.claims import Claim, Verdict, read, verdict_of
+from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Condition, Reading
+from fedvitals_studies.reproduce.results import Results, beginning
+
+REPEATS = 5  # of each cell
+COMPLETE_REPEATS = 3  # of the extended study under the likeliest reading
+POINTS = {"reproduced": 1.0, "partly": 0.5}
+SCORED = ("1.", "2.")  # claims about the initial study
+CELLS = 8  # of a reading: four topologies, unclipped and clipped
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How well the paper's initial study fits one reading."""
+
+    reading: Reading
+    verdicts: tuple[Verdict, ...]
+    repeats: int  # of the cell that has fewest of them
+    score: float
+    held: float  # share of single checks in single repeats
+
+    @property
+    def order(self) -> tuple[float, float, int]:
+        """Sort key: the best first."""
+        return -self.score, -self.held, READINGS.index(self.reading)
+
+
+def cells_of(reading: Reading) -> tuple[Condition, ...]:
+    """The reading's eight cells."""
+    return tuple(condition for condition in reading.conditions() if condition.study != "likeliest")
+
+
+def extended_of(reading: Reading) -> tuple[Condition, ...]:
+    """The extended study under a reading."""
+    return tuple(condition for condition in reading.conditions() if condition.study == "likeliest")
+
+
+def as_the_papers(results: Results, reading: Reading) -> Results:
+    """The runs under a reading, under the names of the paper's own conditions."""
+    prefix = reading.condition_of("")
+    renamed = []
+    for condition in reading.conditions():
+        paper = BY_NAME[condition.name.removeprefix(prefix)]
+        renamed += [
+            beginning(run, dataclasses.replace(paper, rounds=min(paper.rounds, run["rounds"])))
+            for run in results.of(condition.name)
+        ]
+    return Results(renamed)
+
+
+def with_our_cells(results: Results) -> Results:
+    """The results in which cells of the factorial under our own reading stand for the paper's conditions.
+
+    It is the same training, with each edge's loss on its clients' local tests. A condition is replaced once its cell
+    has as many repeats.
+    """
+    cells = as_the_papers(results, OURS)
+    names = [name for name in cells.conditions if len(cells.repeats(name)) >= len(results.repeats(name))]
+    ours = Results(run for name in names for run in cells.of(name))
+    kept = [run for run in results.all() if run["condition"] not in ours]
+    return Results([*kept, *ours.all()], results.pieces)
+
+
+def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
+    """The reading's score; None if not all its cells have been run."""
+    names = [condition.name for condition in cells_of(reading)]
+    if not all(name in results for name in names):
+        return None
+    own = as_the_papers(results, reading)
+    verdicts = tuple(verdict_of(claim, own) for claim in claims if claim.id.startswith(SCORED))
+    sentences: dict[str, float] = {}
+    for verdict in verdicts:
+        points = POINTS.get(verdict.verdict, 0.0)
+        sentences[verdict.claim.says] = max(points, sentences.get(verdict.claim.says, 0.0))
+    single = [
+        each.check.judge(number) == "reproduced"
+        for verdict in verdicts
+        for each in verdict.measured
+        for number in each.numbers
+    ]
+    return Standing(
+        reading,
+        verdicts,
+        min(len(results.repeats(name)) for name in names),
+        sum(sentences.values()) / len(sentences),
+        sum(single) / max(1, len(single)),
+    )
+
+
+def standings(results: Results) -> list[Standing]:
+    """All readings that have been run in full, the likeliest first."""
+    claims, _ = read()
+    found = [standing_of(reading, results, claims) for reading in READINGS]
+    return sorted((each for each in found if each is not None), key=lambda each: each.order)
+
+
+def likeliest(results: Results) -> Reading | None:
+    """The reading that agrees best, once every one of the 64 cells has all its repeats; else None."""
+    cells = [condition.name for condition in FACTORIAL if condition.study == "factorial"]
+    if not all(len(results.repeats(name)) >= REPEATS for name in cells):
+        return None
+    return standings(results)[0].reading
+
+
+def phases(folder: Path, small: Callable[[Condition], Condition]) -> Iterator[tuple[tuple[Condition, ...], int]]:
+    """What is to be run, and how often, one phase after the other; the later ones depend on what the earlier gave.
+
+    The 64 cells; then an epoch as iteration in the eight cells of the reading that agrees best; then the extended study
+    under the likeliest. `small` makes a condition as large as it is run: the same, or a rehearsal's.
+    """
+    yield tuple(small(c) for c in FACTORIAL if c.study == "factorial"), REPEATS
+    best = likeliest(_read(folder, small))
+    if best is None:
+        return
+    by_epochs = Reading(best.pool, best.scale_pixels, best.keep_optimizer, epochs=True)
+    yield tuple(map(small, cells_of(by_epochs))), REPEATS
+    best = likeliest(_read(folder, small))
+    if best is not None:
+        yield tuple(map(small, extended_of(best))), COMPLETE_REPEATS
+
+
+def _read(folder: Path, small: Callable[[Condition], Condition]) -> Results:
+    return Results.read(folder, [small(condition) for condition in FACTORIAL])

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factorial: its cells, its score, what follows from it, and its part of the page; on invented results."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from fedvitals_studies.reproduce import factorial, factorial_page
+from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Reading, quick_factorial
+from fedvitals_studies.reproduce.parallel import shares
+from fedvitals_studies.reproduce.results import KNOWN_GTSRB, Results, save
+from support import invented_results as invented
+
+CELLS = [condition for condition in FACTORIAL if condition.study == "factorial"]
+BEST = Reading(pool=False, scale_pixels=False, keep_optimizer=True)
+
+
+def run_of(condition, repeat, *, as_the_paper=True):
+    """As the paper tells it, or calm: no falls, no jumps."""
+    run = {**invented.measure(condition, repeat), "dataset": "gtsrb", "digest": KNOWN_GTSRB[0]}
+    if not as_the_paper:
+        run["series"]["aggregated.accuracy"] = [0.5 + 0.01 * number for number in range(condition.rounds)]
+        for name in ("start.test_loss", "iteration.test_loss"):
+            parts = run["series"].get(name, {})
+            run["series"][name] = {edge: [1.0] * len(values) for edge, values in parts.items()}
+    return run
+
+
+def results_of(repeats, conditions=CELLS):
+    return [
+        run_of(condition, repeat, as_the_paper=condition.name.startswith(BEST.condition_of("")))
+        for condition in conditions
+        for repeat in range(repeats)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return Results(results_of(factorial.REPEATS))
+
+
+def test_the_cells_are_all_combinations_of_what_the_paper_leaves_open():
+    assert len(CELLS) == 64
+    read = {(c.clip, c.topology, c.pool, c.scale_pixels, c.keep_optimizer) for c in CELLS}
+    assert len(read) == 64
+    assert {(c.clients, c.rounds, c.iterations, c.batches, c.scenario) for c in CELLS} == {(100, 25, 20, 1, "baseline")}
+    epochs = [c for c in FACTORIAL if c.study == "epochs"]
+    assert (len(epochs), {c.batches for c in epochs}) == (64, {20})
+    assert {c.every_iteration for c in CELLS if c.topology == "hierarchical"} == {True}
+
+
+def test_processes_that_share_a_gpu_have_each_cell_once():
+    named = [
+        condition.name
+        for patterns in shares().values()
+        for condition in FACTORIAL
+        if any(fnmatchcase(condition.name, pattern) for pattern in patterns)
+    ]
+    assert sorted(named) == sorted(condition.name for condition in CELLS)
+
+
+def test_the_reading_that_shows_what_the_paper_saw_is_the_likeliest(whole):
+    ranked = factorial.standings(whole)
+    assert ranked[0].reading == BEST
+    assert len(ranked) == 8  # epochs have not been run
+    assert ranked[0].score > 0.8
+    assert ranked[1].score < 0.5
+    assert factorial.likeliest(whole) == BEST
+    calm = {verdict.claim.id: verdict.verdict for verdict in ranked[-1].verdicts}
+    assert calm["2.1"] == "not testable"  # which gives no point: the paper saw something
+    assert ranked[0].repeats == factorial.REPEATS
+
+
+def test_before_every_cell_is_complete_nothing_is_the_likeliest(whole):
+    fewer = Results([run for run in whole.all() if run["repeat"] < factorial.REPEATS - 1])
+    assert factorial.likeliest(fewer) is None
+    assert factorial.standings(fewer)[0].reading == BEST
+    words = " ".join(block.text for block in factorial_page.blocks(fewer) if hasattr(block, "text"))
+    assert "256 of 320 runs, 64 of 64 cells" in words
+    assert "No reading is called the likeliest" in words
+    missing = Results([run for run in whole.all() if "nopool-raw-kept-initial-rings" not in run["condition"]])
+    assert BEST not in [standing.reading for standing in factorial.standings(missing)]
+
+
+def test_between_equal_scores_more_single_checks_decide_then_the_order():
+    def standing(reading, score, held):
+        return factorial.Standing(reading, (), 5, score, held)
+
+    first, second, third = READINGS[:3]
+    ranked = sorted(
+        [standing(second, 0.5, 0.4), standing(first, 0.5, 0.4), standing(third, 0.5, 0.6)], key=lambda s: s.order
+    )
+    assert [s.reading for s in ranked] == [third, first, second]
+
+
+def test_the_page_names_the_likeliest_and_what_changes_under_it(whole):
+    shown = factorial_page.blocks(whole)
+    assert any("The likeliest setting: no pooling, pixels 0 to 255, Adam kept" in getattr(b, "text", "") for b in shown)
+    (changes,) = [block for block in shown if getattr(block, "title", "") == "Verdicts that change"]
+    assert ("1.3", "not reproduced", "reproduced") in [(row[0], *row[2:]) for row in changes.rows]
+
+
+def test_our_cells_stand_for_the_papers_conditions(whole):
+    ours = factorial.with_our_cells(whole)
+    assert ours.repeats("initial-rings-clipped") == tuple(range(factorial.REPEATS))
+    own = OURS.condition_of("initial-rings-clipped")
+    assert ours.of("initial-rings-clipped")[0]["series"] == whole.of(own)[0]["series"]
+
+
+def test_what_is_run_next_depends_on_what_was_seen(tmp_path):
+    def small(condition):
+        return quick_factorial(condition, "gtsrb")
+
+    first = [*factorial.phases(tmp_path, small)]
+    assert [(len(conditions), repeats) for conditions, repeats in first] == [(64, 5)]
+    for run in results_of(factorial.REPEATS, [small(cell) for cell in CELLS]):
+        save(tmp_path, run, small(BY_NAME[run["condition"]]))
+    after = [*factorial.phases(tmp_path, small)]
+    assert [(len(conditions), repeats) for conditions, repeats in after] == [(64, 5), (8, 5), (6, 3)]
+    best = factorial.likeliest(Results.read(tmp_path, [small(condition) for condition in FACTORIAL]))
+    assert {condition.batches for condition in after[1][0]} == {20}
+    assert all(condition.name.startswith(best.condition_of("extended")) for condition in after[2][0])
