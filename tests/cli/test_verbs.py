@@ -242,8 +242,9 @@ def test_store_from_the_environment(store, capsys, monkeypatch, tmp_path):
     assert len(result(capsys, "runs")) == 1
 
 
-def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
+def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys, monkeypatch):
     """A name with escape sequences or markup is shown as text."""
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal would shorten the name
     small_run(tmp_path / "hostile.db", "\x1b[31mred[/bold][link=x]", ["c0\x1b[2J", "[red]c1", "c2", "c3"])
     for verb in (["runs"], ["show", "\x1b[31mred[/bold][link=x]"]):
         code, out, _ = run(capsys, *verb, "--store", tmp_path / "hostile.db")
