@@ -47,15 +47,15 @@ def seen(colour, vision):
 def alike(colours):
     """Pairs that a reader cannot tell apart, with the kind of vision."""
     return [
-        (one, other, vision, round(math.dist(seen(one, vision), seen(other, vision)), 3))
-        for one, other in itertools.combinations(dict.fromkeys(colours), 2)
+        (first, other, vision, round(math.dist(seen(first, vision), seen(other, vision)), 3))
+        for first, other in itertools.combinations(dict.fromkeys(colours), 2)
         for vision in VISION
-        if math.dist(seen(one, vision), seen(other, vision)) < APART
+        if math.dist(seen(first, vision), seen(other, vision)) < APART
     ]
 
 
-def contrast(one, other):
-    lights = sorted(sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in (one, other))
+def contrast(*colours):
+    lights = sorted(sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(x), strict=True)) for x in colours)
     return (lights[1] + 0.05) / (lights[0] + 0.05)
 
 

@@ -16,9 +16,9 @@ from fedvitals.errors import ConfigError, RecordError
 from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.progress import TRAIN, Awaited
+from fedvitals.monitor.repeated_descriptions import RepeatedDescriptions
 from fedvitals.monitor.sender_results import column_values, first_values, gather, gather_rows, is_needed
 from fedvitals.monitor.spine import Spine
-from fedvitals.monitor.told_once import ToldOnce
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
@@ -90,7 +90,7 @@ class Arrivals:
         self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, float] = {}  # and since when
-        self._told_once = ToldOnce()
+        self._descriptions = RepeatedDescriptions()
 
     def observer(self) -> WorkerObserver:
         """For a child process; it knows what is known now."""
@@ -138,7 +138,7 @@ class Arrivals:
             now = time.time()
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
-            new = self._told_once.without_repeats(new)
+            new = self._descriptions.without_repeats(new)
             if sender is None or cohort is None:
                 self._emission.admit(new)
             else:

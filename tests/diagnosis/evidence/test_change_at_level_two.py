@@ -37,7 +37,7 @@ def percent(x, y):
     return x * 100, y
 
 
-def told(watch, own, round_index):
+def released_events(watch, own, round_index):
     """What leaves the client at level 2 in a round, as events."""
     remark = watch.look("c0", own)
     if remark is None:
@@ -52,24 +52,24 @@ def told(watch, own, round_index):
 )
 def test_a_client_sends_what_changed_and_neither_means_nor_labels(change, kind):
     watch, sketches, own = DataWatch(), DataSketches(), data()
-    sketches.update([*told(watch, own, 0), *told(watch, own, 1)])
+    sketches.update([*released_events(watch, own, 0), *released_events(watch, own, 1)])
     changed = change(*own)
-    (event,) = told(watch, changed, 5)
+    (event,) = released_events(watch, changed, 5)
     assert not {"means", "covariance", "classes", "counts", "inputs", "labels", "min", "max"} & {*event.data}
     sketches.update([event])
     suspect = judge_data(sketches, ["c0"], {}).suspects["c0"]
     assert (suspect.kind, suspect.since, suspect.change.pair) == (kind, 5, None)
-    told(watch, changed, 6)
-    sketches.update(told(watch, own, 7))  # cured
+    released_events(watch, changed, 6)
+    sketches.update(released_events(watch, own, 7))  # cured
     assert sketches.change("c0") is None
 
 
 def test_classes_that_vanish_are_counted_and_not_named():
     watch, (x, y) = DataWatch(), data()
     for round_index in (0, 1):
-        told(watch, (x, y), round_index)
+        released_events(watch, (x, y), round_index)
     rest = (x[y > 1], y[y > 1])
-    (event,) = told(watch, rest, 2)
+    (event,) = released_events(watch, rest, 2)
     assert event.data["classes_lost"] == 2
     assert event.data["change"] == "none"  # other samples: nothing was relabelled
 
@@ -77,15 +77,17 @@ def test_classes_that_vanish_are_counted_and_not_named():
 def test_a_process_that_meets_a_client_later_does_not_clear_it():
     sketches, own = DataSketches(), data()
     watch = DataWatch()
-    sketches.update([*told(watch, own, 0), *told(watch, own, 1), *told(watch, flip(*own), 5)])
-    sketches.update(told(DataWatch(), flip(*own), 6))
+    sketches.update(
+        [*released_events(watch, own, 0), *released_events(watch, own, 1), *released_events(watch, flip(*own), 5)]
+    )
+    sketches.update(released_events(DataWatch(), flip(*own), 6))
     assert sketches.change("c0").kind == "label_flip"
 
 
 @pytest.mark.parametrize("junk", [{"change": 7}, {"change": "sign_flip"}, {"moved": "x"}, {"classes_lost": "many"}])
 def test_words_that_nobody_of_us_sends_accuse_nobody(junk):
     watch, own = DataWatch(), data()
-    (event,) = told(watch, own, 0)
+    (event,) = released_events(watch, own, 0)
     sketches = DataSketches()
     sketches.update([Event(event.where, 1.0, "info", "data", "", {**event.data, **junk})])
     assert judge_data(sketches, [*sketches.newest], {}).suspects == {}

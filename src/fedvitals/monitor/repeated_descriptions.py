@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out what a client's processes tell again: its labels, and what its data look like.
+"""Drop descriptions of a client's data (labels, inputs) that repeat the last one.
 
-A process that meets a client for the first time tells both; told once by another, that is enough.
+Every process that trains a client for the first time describes its data; only the first description is needed.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ DATA = ("data", *(name for name in CATALOG if name.startswith("data.")))
 REPEATED = {"labels": (LABELS, ("histogram",)), "data": (DATA, ("inputs", "labels", "samples"))}
 
 
-class ToldOnce:
-    """Remembers of each client what was told last."""
+class RepeatedDescriptions:
+    """Remembers the last description of each client's data."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, Node], tuple[Any, ...]] = {}
+        self._last: dict[tuple[str, Node], tuple[Any, ...]] = {}
 
     def without_repeats(self, records: list[Telemetry]) -> list[Telemetry]:
-        """Return the records without those that only repeat what was told."""
+        """Return the records without descriptions that repeat the last one of the same client."""
         repeated: dict[tuple[str, ...], set[Node]] = {}
         for record in records:
             if not isinstance(record, Event) or record.name not in REPEATED or record.where.node is None:
                 continue
             names, parts = REPEATED[record.name]
-            told = tuple(record.data.get(part) for part in parts)
-            if None not in told and self._told.get((record.name, record.where.node)) == told:
+            description = tuple(record.data.get(part) for part in parts)
+            if None not in description and self._last.get((record.name, record.where.node)) == description:
                 repeated.setdefault(names, set()).add(record.where.node)
-            self._told[record.name, record.where.node] = told
+            self._last[record.name, record.where.node] = description
         for names, nodes in repeated.items():
             records = [kept for record in records for kept in _without(record, names, nodes)]
         return records
 
 
 def _without(telemetry: Telemetry, names: Sequence[str], nodes: Container[Node | None]) -> Iterator[Telemetry]:
-    """What is left of it without these names of these nodes: single records, which keep their numbers, if less."""
+    """Yield *telemetry* without the records of these names and nodes, as single records if any are dropped."""
     if not isinstance(telemetry, Measurements):
         records: Iterable[Record] = (telemetry,)
     elif any(name in names for name in telemetry.names) and any(node in nodes for node in telemetry.nodes):
