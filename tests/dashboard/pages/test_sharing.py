@@ -34,7 +34,7 @@ def chosen(page, entry):
 
 
 def downloaded(page, entry):
-    with page.expect_download() as download:
+    with page.expect_download(timeout=120_000) as download:  # a report takes its time on a busy machine
         chosen(page, entry)
     return download.value.suggested_filename, download.value.path().read_bytes()
 
