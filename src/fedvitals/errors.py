@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong: few kinds, each worded as what happened, what was got, what to do."""
+"""The errors that fedvitals raises. Each message says what happened, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FedvitalsError(Exception):
 
 
 class ConfigError(FedvitalsError):
-    """A setting, name or argument that cannot be meant."""
+    """A setting, name or argument that is not valid."""
 
 
 class UnsuitedError(ConfigError):
@@ -43,7 +43,7 @@ class EmptyStoreError(StoreError):
 
 
 class BusyError(StoreError):
-    """A store or run that somebody writes, and that must not be changed meanwhile."""
+    """A store or run that another process is writing, and that must not be changed meanwhile."""
 
 
 class StoreLostError(StoreError):
@@ -60,7 +60,7 @@ class StoreLostError(StoreError):
 
 
 class MissingExtraError(FedvitalsError, ImportError):
-    """A part was used whose package is not installed.
+    """A feature was used whose package is not installed.
 
     Args:
         package: The package that is missing.
@@ -76,7 +76,7 @@ class MissingExtraError(FedvitalsError, ImportError):
 
 
 class PluginError(FedvitalsError):
-    """A verb or a detector of another distribution that cannot be loaded."""
+    """A command or a detector of another distribution cannot be loaded."""
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Coordinates in a federation. What is None is not narrowed down: without a node, the federation as a whole.
+    """Where in a federation a record belongs. None stands for all: without a node, the federation as a whole.
 
     Args:
         run: The run's id.
@@ -178,7 +178,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One scalar. Its name stands in `catalog`; NaN and infinity are legal values.
+    """One scalar, with a name from `catalog`. NaN and infinity are legal values.
 
     Args:
         where: The run, round and node that it belongs to.
@@ -323,7 +323,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a detector says: the issue, how sure, on what evidence, and who is suspected.
+    """What a detector concludes: the issue, its confidence, the evidence, and the suspects.
 
     Args:
         where: The run, round, node and layer that it is about; a detector leaves `run` empty.

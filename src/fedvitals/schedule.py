@@ -69,7 +69,7 @@ def _first(n: int, moment: Moment) -> bool:
 
 
 class budget:  # noqa: N801 - reads as its siblings every() and first()
-    """As often as fits into a share of the training time, in percent.
+    """A schedule: measure as often as fits into a share of the training time, in percent.
 
     Works like an allowance: each step earns `percent` of its own length, a measurement spends what it really cost.
     It measures when the allowance covers what the last measurement cost, so a slow probe is thinned out and a change

@@ -4,13 +4,10 @@
 import re
 
 import pytest
+from starlette.testclient import TestClient
 
-fastapi = pytest.importorskip("fastapi")
-
-from fastapi.testclient import TestClient  # noqa: E402
-
-from fedvitals.dashboard.app import create_app  # noqa: E402
-from fedvitals.dashboard.files import STATIC, Files, view_of  # noqa: E402
+from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.files import STATIC, Files, view_of
 
 VIEWS = sorted(path.stem for path in (STATIC / "views").glob("*.js"))
 

@@ -5,7 +5,7 @@ import sqlite3
 import threading
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 import fedvitals as fv
 from fedvitals.dashboard.app import create_app

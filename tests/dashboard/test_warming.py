@@ -5,8 +5,6 @@ import time
 
 import pytest
 
-pytest.importorskip("fastapi")
-
 from fedvitals.dashboard import warming
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.store.sqlite import SqliteStore

@@ -155,7 +155,8 @@ def test_a_link_is_not_followed(store):
 
 @pytest.mark.thorough
 def test_the_dashboard_tells_of_a_tape_and_removes_it(store):
-    testclient = pytest.importorskip("fastapi.testclient")
+    from starlette import testclient
+
     from fedvitals.dashboard.app import create_app
 
     mine = record(store, "mine")

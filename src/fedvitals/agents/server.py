@@ -54,7 +54,8 @@ def _teaching(tool: Callable[..., str]) -> Callable[..., str]:
         try:
             return tool(*arguments, **settings)
         except FedvitalsError as error:
-            raise ToolError(quoted(str(error))) from error
+            # An error is plain text, and may quote names from the store.
+            raise ToolError(quoted(str(error)).translate({ord("<"): "(", ord(">"): ")"})) from error
 
     return call
 

@@ -91,21 +91,14 @@ def command(
         return
     _closing(monitor.run.id, store, accuracy, took, standing, findings, settings)
     if not no_ui and sys.stdout.isatty():
-        _dashboard(target, monitor.run.id, port)
+        click.echo()
+        ui.show(target, run=monitor.run.id, host="127.0.0.1", port=port, open_browser=True)
 
 
 def _accused(standing: Sequence[Outlier], findings: FindingList) -> list[Outlier]:
     """Return those who stand out and have a finding: somebody always stands out most, and need not be ill."""
     named = {case.node for case in findings.cases}
     return [client for client in standing if client.name in named]
-
-
-def _dashboard(store: str, run: str, port: int | None) -> None:
-    try:
-        click.echo()
-        ui.show(store, run=run, host="127.0.0.1", port=port, open_browser=True)
-    except MissingExtraError as error:
-        click.echo(f"The same as a web page: {error}")
 
 
 def _closing(

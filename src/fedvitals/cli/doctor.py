@@ -27,7 +27,6 @@ EXTRAS = {
     "kernel": "llvmlite",
     "lab": "sklearn",
     "replay": "blake3",
-    "dashboard": "fastapi",
     "postgres": "psycopg",
     "otel": "opentelemetry",
     "prometheus": "prometheus_client",

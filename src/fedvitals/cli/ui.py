@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from fedvitals.cli.options import opened_run, store_option
-from fedvitals.errors import ConfigError, MissingExtraError
 
 
 @click.command()
@@ -58,20 +57,14 @@ def command(
     from fedvitals.dashboard.example import unpack
 
     with tempfile.TemporaryDirectory(prefix="fedvitals-demo-") as folder:
-        try:
-            show(str(unpack(Path(folder))), run=run, open_browser=not no_open, **where)
-        except MissingExtraError as error:
-            line = "uvx --from 'fedvitals[dashboard] @ WHEEL' fedvitals ui --demo"
-            raise ConfigError(f"{error}\nWithout installing anything:  {line}") from error
+        show(str(unpack(Path(folder))), run=run, open_browser=not no_open, **where)
 
 
 def show(store: str | None, *, run: str | None = None, open_browser: bool, **where: Any) -> None:
     """Serve until Ctrl-C, and print the address. `where`: host, port, root and names, as `dashboard.server.serve`."""
-    try:
-        from fedvitals.dashboard.run_address import run_page
-        from fedvitals.dashboard.server import serve
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(str(error.name), "dashboard", "The dashboard") from error
+    from fedvitals.dashboard.run_address import run_page
+    from fedvitals.dashboard.server import serve
+
     path = "/"
     if run is not None:
         with opened_run(store, run) as (_, chosen):

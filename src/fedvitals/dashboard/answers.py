@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from fedvitals.dashboard.asgi import JSON, HttpError, Request, Response
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.plain_json import as_builtin
@@ -29,11 +27,6 @@ CODES = {
     400: "bad_request", 401: "token_needed", 403: "refused", 404: "not_found", 405: "wrong_method", 409: "conflict",
     413: "too_large", 422: "bad_request", 429: "too_many_tries", 503: "store_unreadable",
 }  # fmt: skip
-# The framework's own words, as sentences.
-PLAIN = {
-    "Not Found": "There is nothing at this address.",
-    "Method Not Allowed": "This address cannot be asked in that way.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +43,7 @@ class Failure:
     error: Trouble
 
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Failure} for status in (400, 401, 403, 404, 413, 422, 429, 503)
-}
+STATUSES = (400, 401, 403, 404, 413, 422, 429, 503)  # with which any request may fail
 
 
 def answer(
@@ -67,7 +58,7 @@ def answer(
     """What `work` gives as JSON; 304 where nothing has changed.
 
     It is called with the reader, the run's id (unless it is about the whole store), the arguments and the settings. A
-    ConfigError means that what was asked for is not there: see `answer_failures`.
+    ConfigError means that what was asked for is not there: see `failed`.
     `also`: what else than the store changes the answer, such as the hour; of a run, `also(run id)`.
     `about(reader)`: of the whole store, the runs that matter; without it, a change of any run does.
     What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
@@ -81,18 +72,17 @@ def answer(
         version = run_version if about is None else _joint(cache, about(reader))
         version += also if isinstance(also, str) else also(run_id or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
-        if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
-            return Response(status_code=304, headers=headers)
-        asked = str(request.url)
-        body = cache.remembered(asked, version)
+        if request.has_current(headers["ETag"]):
+            return Response(status=304, headers=headers)
+        body = cache.remembered(request.url, version)
         if body is None:
             began = time.perf_counter()
             whose = () if run_id is None else (run_id,)
             body = encode(work(reader, *whose, *arguments, **settings))
             if time.perf_counter() - began > WORTH_REMEMBERING:
-                cache.remember(asked, version, body, run_id, run_version)
+                cache.remember(request.url, version, body, run_id, run_version)
     cache.warming.asked(run_id)
-    return Response(body, media_type="application/json", headers=headers)
+    return Response(body, media_type=JSON, headers=headers)
 
 
 def _joint(cache: ReaderCache, runs: Sequence[str]) -> str:
@@ -111,43 +101,27 @@ def _refuse(value: Any) -> Any:
 
 def changed(state: Any) -> Response:
     """Return the answer to a change: the new state, which nobody keeps."""
-    return Response(encode(state), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return Response(encode(state), media_type=JSON, headers={"Cache-Control": "no-store"})
 
 
 def failure(status: int, message: str, hint: str | None = None, headers: Any = None) -> Response:
     """Return the answer to a request that failed."""
     shape = Failure(Trouble(CODES.get(status, "failed"), message, hint))
-    return Response(encode(shape), status, media_type="application/json", headers=headers)
+    return Response(encode(shape), status, media_type=JSON, headers=headers)
 
 
-def answer_failures(app: FastAPI) -> None:
-    """Make the app answer every error in the same shape."""
-
-    @app.exception_handler(StarletteHTTPException)
-    def http(_: Request, error: StarletteHTTPException) -> Response:
-        return failure(error.status_code, PLAIN.get(error.detail, error.detail), headers=error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    def invalid(_: Request, error: RequestValidationError) -> Response:
-        problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors()
-        )
-        return failure(
-            422, f"The request cannot be answered: {problems}.", "GET /api/openapi.json says what can be asked."
-        )
-
-    @app.exception_handler(FedvitalsError)
-    def ours(request: Request, error: FedvitalsError) -> Response:
-        if isinstance(error, StoreError):
-            return failure(503, str(error))
+def failed(request: Request, error: Exception) -> Response:
+    """Return the answer to a request whose route raised."""
+    if isinstance(error, HttpError):
+        return failure(error.status, error.message, error.hint, error.headers)
+    if isinstance(error, StoreError):
+        return failure(503, str(error))
+    if isinstance(error, FedvitalsError):
         # Who reads has named something that is not there; who writes has said something that cannot be.
         return failure(404 if request.method in ("GET", "HEAD") else 422, str(error))
-
-    @app.exception_handler(Exception)
-    def unforeseen(request: Request, error: Exception) -> Response:
-        damage = damage_in(request.app.state.reader_cache.target)
-        if damage is not None:
-            return failure(503, damage)
-        logger.error("%s %s failed.", request.method, request.url.path, exc_info=error)
-        message = f"The dashboard failed while it answered: {type(error).__name__}."
-        return failure(500, message, "The terminal of `fedvitals ui` has the traceback. Training is not concerned.")
+    damage = damage_in(request.app.state.reader_cache.target)
+    if damage is not None:
+        return failure(503, damage)
+    logger.error("%s %s failed.", request.method, request.path, exc_info=error)
+    message = f"The dashboard failed while it answered: {type(error).__name__}."
+    return failure(500, message, "The terminal of `fedvitals ui` has the traceback. Training is not concerned.")

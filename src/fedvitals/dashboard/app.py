@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import secrets
+import types
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from fastapi import FastAPI
-
 from fedvitals import __version__
 from fedvitals.dashboard import files
-from fedvitals.dashboard.answers import RESPONSES, answer_failures
+from fedvitals.dashboard.answers import STATUSES, Failure, encode, failed
+from fedvitals.dashboard.asgi import JSON, App, Request, Response, Route
 from fedvitals.dashboard.connections import Limits
 from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
@@ -23,6 +24,8 @@ from fedvitals.views.memo import Remembered
 from fedvitals.views.run_figures import Figures
 
 COMPARED = 80  # runs whose figures are remembered
+DESCRIPTION = "The vital signs of federated learning. Read-only but for tags, acknowledgements and deletions."
+PACKAGE = "fedvitals.dashboard.routes"
 ROUTES = (
     "status", "records", "runs", "overview", "findings", "clients", "layers", "adapters", "rounds", "replay", "compare",
     "report",
@@ -38,7 +41,7 @@ def create_app(
     proxy_hosts: tuple[str, ...] = (),
     root: str = "",
     limits: Limits = Limits(),  # noqa: B008 - frozen
-) -> FastAPI:
+) -> App:
     """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
 
     `proxy_hosts`: names that a reverse proxy shows it by. `root`: the path that it has there, e.g. "/fedvitals";
@@ -50,42 +53,33 @@ def create_app(
     live = Live(cache, limits)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        _prepare(app)
+    async def lifespan() -> AsyncIterator[None]:
         cache.warming.want()
         async with live.watching():
             yield
         cache.close()
 
-    app = FastAPI(
-        title="fedvitals",
-        version=__version__,
-        description="The vital signs of federated learning. Read-only but for tags, acknowledgements and deletions.",
-        openapi_url="/api/openapi.json",
-        docs_url=None,  # they load their scripts from elsewhere
-        redoc_url=None,
+    def openapi(request: Request) -> Response:
+        return Response(encode(request.app.openapi()), media_type=JSON)
+
+    api = [route for name in ROUTES for route in importlib.import_module(f"{PACKAGE}.{name}").router.routes]
+    return App(
+        # Files come before all others: these are asked for most.
+        [*files.routes(root), *api, Route("/api/openapi.json", openapi), *files.routes(root, last=True)],
+        guard=functools.partial(
+            Guard,
+            token=token or secrets.token_urlsafe(24),
+            private=private,
+            hosts=hosts,
+            proxy_hosts=proxy_hosts,
+            root=root,
+        ),
+        failed=failed,
         lifespan=lifespan,
-        responses=RESPONSES,
+        state=types.SimpleNamespace(
+            reader_cache=cache, live=live, run_list=RunList(), compared=Remembered[str, Figures](COMPARED)
+        ),
+        description={"title": "fedvitals", "version": __version__, "description": DESCRIPTION},
+        failure=Failure,
+        statuses=STATUSES,
     )
-    app.state.reader_cache, app.state.live = cache, live
-    app.state.run_list, app.state.compared = RunList(), Remembered[str, Figures](COMPARED)
-    answer_failures(app)
-    for name in ROUTES:
-        app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)
-    app.router.routes[:0] = files.routes(root)  # before all others: these are asked for most
-    app.router.routes += files.routes(root, last=True)
-    app.add_middleware(
-        Guard,
-        token=token or secrets.token_urlsafe(24),
-        private=private,
-        hosts=hosts,
-        proxy_hosts=proxy_hosts,
-        root=root,
-    )
-    return app
-
-
-def _prepare(app: FastAPI) -> None:
-    """FastAPI makes what a route needs when it first looks for one: 0.3 s that the first page would wait for."""
-    for route in app.routes:
-        route.matches({"type": "http", "method": "GET", "path": "/api/", "root_path": "", "headers": []})

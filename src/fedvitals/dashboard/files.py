@@ -14,12 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 from fedvitals import palette
+from fedvitals.dashboard.asgi import HttpError, Request, Response, Route
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {
@@ -48,8 +44,8 @@ class File:
     def answer(self, request: Request) -> Response:
         """Return the file, or 304 where the browser has it."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
-        if self.etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
-            return Response(status_code=304, headers=headers)
+        if request.has_current(self.etag):
+            return Response(status=304, headers=headers)
         return Response(self.body, media_type=self.type, headers=headers)
 
 
@@ -151,23 +147,23 @@ def routes(root: str = "", *, last: bool = False) -> list[Route]:
         """The route of a file; without a name, of the one that the address names."""
 
         async def serve(request: Request) -> Response:
-            file = files.get(name or request.path_params["name"])
+            file = files.get(name or request.path_parameters["name"])
             if file is None:
-                raise HTTPException(404, "There is no such file.")
+                raise HttpError(404, "There is no such file.")
             return file.answer(request)
 
         return serve
 
     async def page(request: Request) -> Response:
-        view = view_of(request.url.path)
+        view = view_of(request.path)
         return files.page(view if re.fullmatch(r"[a-z]+", view) else "overview").answer(request)
 
     async def lost(request: Request) -> Response:
         """No such page, which the page itself says; who asks the API is told in its own shape."""
-        if request.url.path.startswith("/api/"):
-            raise HTTPException(404, "Not Found")
+        if request.path.startswith("/api/"):
+            raise HttpError(404, "There is nothing at this address.")
         response = files.page("runs").answer(request)
-        response.status_code = 404
+        response.status = 404
         return response
 
     if last:

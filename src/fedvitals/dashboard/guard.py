@@ -8,15 +8,23 @@ never enough for that: browsers send the cookies of a host to all its ports, so 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi.responses import Response
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedvitals.dashboard.answers import encode, failure
+from fedvitals.dashboard.asgi import (
+    AsgiApp,
+    Message,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    encoded_headers,
+    headers_of,
+    read_body,
+)
 from fedvitals.dashboard.tokens import Tokens
 from fedvitals.transport.http_server import LOOPBACK
 
@@ -51,7 +59,7 @@ class Guard:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: AsgiApp,
         *,
         token: str,
         private: bool = False,
@@ -79,19 +87,19 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
+                present = {name for name, _ in message["headers"]}
+                added = [header for header in encoded_headers(HEADERS) if header[0] not in present]
+                message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         scope = _below(self._root, scope)
-        refused = self._refused(scope, Headers(scope=scope))
+        refused = self._refused(scope, headers_of(scope))
         if refused is not None:
-            await failure(*refused, self._more(refused, scope))(scope, receive, with_headers)
+            await failure(*refused, self._more(refused, scope)).write(receive, with_headers)
         elif scope["path"] == LOGIN and scope["method"] == "POST":
-            await (await self._login(scope, receive))(scope, receive, with_headers)
+            await (await self._login(scope, receive)).write(receive, with_headers)
         elif scope["path"] == LOGIN and scope["method"] == "GET":
-            await self._access(scope)(scope, receive, with_headers)
+            await self._access(scope).write(receive, with_headers)
         else:
             await self._app(scope, _bounded(receive), with_headers)
 
@@ -103,7 +111,7 @@ class Guard:
             return {"Retry-After": str(self._tokens.wait(_address(scope)))}
         return {}
 
-    def _refused(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _refused(self, scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
         return (
             self._misnamed(headers)
             or _oversized(scope, headers)
@@ -111,7 +119,7 @@ class Guard:
             or self._unknown(scope, headers)
         )
 
-    def _misnamed(self, headers: Headers) -> Refusal | None:
+    def _misnamed(self, headers: Mapping[str, str]) -> Refusal | None:
         """Another site may point its own name at this machine, and would then be «the same origin» as we are."""
         host = _host(headers.get("host", ""))
         if self._hosts is None or host in self._hosts:
@@ -122,7 +130,7 @@ class Guard:
             "Open it by the address that it printed, or start it with --allow-host and this name.",
         )
 
-    def _unknown(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _unknown(self, scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
         """Refuse who has not shown the token where it is needed."""
         authorization, reads = headers.get("authorization", ""), scope["method"] in READING
         if self._is_open(scope, headers, reads=reads) or self._tokens.shown_in(authorization, _address(scope)):
@@ -133,7 +141,7 @@ class Guard:
             return 401, "This dashboard needs its token.", "Open /login, or send the header Authorization: Bearer ..."
         return 401, "Changing a store needs the dashboard's token.", HOW_TO_CHANGE
 
-    def _is_open(self, scope: Scope, headers: Headers, *, reads: bool) -> bool:
+    def _is_open(self, scope: Scope, headers: Mapping[str, str], *, reads: bool) -> bool:
         """Whether a request needs no token, or comes from somebody who has shown it."""
         path = scope["path"]
         if not reads:
@@ -148,17 +156,17 @@ class Guard:
 
     def _access(self, scope: Scope) -> Response:
         """Whether who asks may change something, so that a page offers only what it can do."""
-        changes = self._tokens.shown_in(Headers(scope=scope).get("authorization", ""), _address(scope))
+        changes = self._tokens.shown_in(headers_of(scope).get("authorization", ""), _address(scope))
         body = encode({"changes": changes})
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _login(self, scope: Scope, receive: Receive) -> Response:
-        token = _token_in(await _body(receive))
+        token = _token_in(await read_body(_bounded(receive)))
         if token is None:
             return failure(400, 'Send {"token": "..."}.')
         wait = self._tokens.wait_after(token, _address(scope))
         if wait is None:
-            secure = "https" in (scope.get("scheme"), Headers(scope=scope).get("x-forwarded-proto"))
+            secure = "https" in (scope.get("scheme"), headers_of(scope).get("x-forwarded-proto"))
             cookie = {"Set-Cookie": self._tokens.cookie(_port(scope), secure=secure)} if self._private else {}
             return Response(b"{}", media_type="application/json", headers={"Cache-Control": "no-store", **cookie})
         if wait == 0:
@@ -166,7 +174,7 @@ class Guard:
         return failure(429, f"Too many wrong tokens. Wait {wait} s.", PRINTED, {"Retry-After": str(wait)})
 
 
-def _oversized(scope: Scope, headers: Headers) -> Refusal | None:
+def _oversized(scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > LONGEST_URL:
         return 413, f"The address is longer than {LONGEST_URL} bytes.", None
     length = headers.get("content-length", "0")
@@ -184,7 +192,7 @@ def _below(root: str, scope: Scope) -> Scope:
     return {**scope, "path": path[len(root) :] or "/", "raw_path": raw.removeprefix(root.encode()) or b"/"}
 
 
-def _foreign(scope: Scope, headers: Headers, proxy_hosts: Collection[str]) -> Refusal | None:
+def _foreign(scope: Scope, headers: Mapping[str, str], proxy_hosts: Collection[str]) -> Refusal | None:
     """A form of another site can set no header of its own, and a browser tells where a request comes from.
 
     `proxy_hosts`: the page's host may be one of these where the proxy has put another into the Host header.
@@ -229,15 +237,6 @@ def _token_in(body: bytes) -> str | None:
         return msgspec.json.decode(body, type=dict[str, str]).get("token")
     except msgspec.MsgspecError:
         return None
-
-
-async def _body(receive: Receive) -> bytes:
-    body, bounded = bytearray(), _bounded(receive)
-    while True:
-        message = await bounded()
-        body += message.get("body", b"")
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return bytes(body)
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -23,9 +23,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 import uvicorn
-from fastapi import FastAPI
 
 from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.asgi import App
 from fedvitals.dashboard.connections import Limits, bounded_protocol
 from fedvitals.errors import ConfigError
 from fedvitals.resources.memory import use_one_heap
@@ -121,7 +121,7 @@ def bind(host: str, port: int | None) -> socket.socket:
     raise AssertionError("there is always a last port")
 
 
-def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
+def server_of(app: App, limits: Limits) -> uvicorn.Server:
     """Return a server of the app that no client can hold for longer, or with more connections, than the limits say."""
     config = uvicorn.Config(
         app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),

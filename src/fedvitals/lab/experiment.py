@@ -53,7 +53,7 @@ class Evaluation(Part, frozen=True):
     """When the global model is evaluated on the test set and on the clients' own.
 
     Args:
-        every: In every so many rounds, and at the end.
+        every: The interval in rounds; the last round is always evaluated.
         local: Whether also on the clients' local tests: of all, or («cohort») of those that trained.
     """
 
@@ -78,7 +78,7 @@ class Experiment(Part, frozen=True, kw_only=True):
         loss: The loss; by default the usual one for the data set's targets.
         local: The local training of a client in a round.
         clients: The number of clients, named c0, c1, ...
-        participation: The share of the clients that is asked in each round.
+        participation: The share of the clients that train in each round.
         rounds: The number of rounds.
         topology: Who averages with whom, such as `lab.Hierarchical(edges=4)`.
         aggregator: How updates become the next model, such as `lab.TrimmedMean(0.1)`.
@@ -90,7 +90,7 @@ class Experiment(Part, frozen=True, kw_only=True):
         population: Who joins and leaves when, and whose data change.
         evaluation: When the model is evaluated.
         seed: The seed of everything that is random.
-        repeats: How often `fedvitals lab` runs it, with seeds that follow each other.
+        repeats: How often `fedvitals lab` runs it, with consecutive seeds.
     """
 
     name: str = "experiment"

@@ -94,7 +94,7 @@ class Restarts(Decay, frozen=True):
 
     Args:
         rounds: The rounds of the first fall.
-        growth: Each next one is so many times as long.
+        growth: The factor by which each fall is longer than the one before.
         floor: Where it ends, as a share of where it began.
         warmup: Rounds over which it rises first.
     """

@@ -18,10 +18,10 @@ class Adam(Description, frozen=True):
 
     Args:
         learning_rate: The step size η.
-        beta1: How slowly the mean of gradients forgets.
-        beta2: How slowly the mean of squared gradients forgets.
+        beta1: The decay rate of the mean of gradients.
+        beta2: The decay rate of the mean of squared gradients.
         epsilon: Added to the denominator.
-        weight_decay: Times the weights, added to the gradients.
+        weight_decay: The factor of the weights that is added to the gradients.
     """
 
     learning_rate: float = 1e-3
@@ -44,7 +44,7 @@ class SGD(Description, frozen=True):
     Args:
         learning_rate: η.
         momentum: The share of the last step that is repeated.
-        weight_decay: Times the weights, added to the gradients.
+        weight_decay: The factor of the weights that is added to the gradients.
     """
 
     learning_rate: float = 0.05
@@ -106,8 +106,8 @@ class Local(Part, frozen=True):
         keep_optimizer: Whether a client keeps its optimiser's state from one round to the next; engine «stacked», in
             one process, only.
         schedule: Changes the learning rate from round to round, such as `lab.Cosine(20)`.
-        accumulate: The gradient of an iteration is the mean over so many mini-batches.
-        precision: «float32» or «bfloat16»: of products; weights and sums are float32.
+        accumulate: The number of mini-batches whose mean gradient makes one iteration.
+        precision: The precision of products, «float32» or «bfloat16»; weights and sums are float32.
     """
 
     iterations: int | None = None

@@ -162,7 +162,7 @@ class Huber(_ErrorOfNumbers, frozen=True):
     """The squared error of small deviations, and the absolute error of large ones.
 
     Args:
-        delta: Where it changes.
+        delta: The deviation at which it changes from one to the other.
     """
 
     delta: float = 1.0

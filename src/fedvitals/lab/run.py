@@ -55,7 +55,7 @@ class Result:
 
     Args:
         experiment: What was run.
-        model: With the last global weights; what stays at clients' homes is as initialised.
+        model: The model with the last global weights; parameters that clients keep for themselves are as initialised.
         state: The same weights, flat, on the CPU.
         rounds: The outcome of each round.
         engine: The engine that trained it.

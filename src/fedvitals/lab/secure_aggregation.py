@@ -36,10 +36,10 @@ Share = tuple[int, int]  # a point of the polynomial whose value at 0 is the sec
 
 
 class SecureAggregation(Part, frozen=True):
-    """The server sees sums alone. Changes are sent in fixed point, their weights and sizes openly.
+    """The server sees only sums. Changes are sent in fixed point; their weights and sizes are sent openly.
 
     Args:
-        bits: Of a value in a message.
+        bits: The bits of a value in a message.
         limit: The largest magnitude of one value of a change; larger ones are cut off.
         threshold: The share of the asked clients that must be left to recover the masks of the others.
     """

@@ -41,7 +41,7 @@ NEWEST = 5  # problems that a notebook shows of a monitor
 
 
 class Monitor:
-    """Watches one run. Opens nothing until its first event; `close()`, or leaving a `with`, ends the run.
+    """Watches one run. Nothing is opened before the first event; `close()`, or leaving the `with` block, ends the run.
 
     Args:
         store: A file or `postgresql://...`; None leaves records to `sinks` alone.
@@ -132,7 +132,7 @@ class Monitor:
 
     @property
     def host(self) -> HostObserver:
-        """What frameworks call, and loops with a transport of their own: an `Observer` of this run."""
+        """The `Observer` of this run, which frameworks call, and loops with a transport of their own."""
         return self._host
 
     @contextlib.contextmanager
@@ -237,7 +237,7 @@ class Monitor:
         self._host.log(values, node=node, **more)
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
-        """Measure what each client sends, before it is aggregated; inside the round.
+        """Measure what each client sent, before it is aggregated. Call it inside the round.
 
         Call it where updates may change between a client's scope and the aggregation: what arrives is compared with
         what was trained. No model needs to be known.
@@ -325,7 +325,7 @@ class Monitor:
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
     def findings(self, *, notes: bool = False) -> FindingList:
-        """Return what the detectors have found so far, worst first. Waits until they have seen everything.
+        """Return what the detectors have found so far, worst first, once they have seen everything that was recorded.
 
         Args:
             notes: Whether to include what never was more than a note.
@@ -349,22 +349,22 @@ class Monitor:
         return self._run.lifecycle.flush(timeout)
 
     def close(self) -> None:
-        """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
+        """End the run: close its scopes, write all records, remove hooks and threads. A second call does nothing."""
         self._run.close()
 
     @property
     def run(self) -> Run:
-        """What is known of the run itself: id, name, configuration, versions."""
+        """The run itself: id, name, configuration, versions."""
         return self._run.run
 
     @property
     def file(self) -> Path | None:
-        """The store's file; None where it is a database, or there is none."""
+        """The store's file; None if the store is a database, or if there is none."""
         return self._run.outputs.file
 
     @property
     def lost(self) -> int:
-        """Records lost so far, by any of the sinks; the metric `monitor.lost` counts those that the store lacks."""
+        """How many records any sink has lost so far; the metric `monitor.lost` counts those missing in the store."""
         return self._run.lost.total
 
     def __repr__(self) -> str:

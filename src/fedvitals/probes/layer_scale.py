@@ -39,7 +39,7 @@ def layer_scale(
         upper: The name of the module, as in `model.named_modules()`, whose output is the upper activation; or «output».
         lower: The same of the lower activation; or «input».
         projections: The number of random projections.
-        seed: Of these projections.
+        seed: The seed of these projections.
 
     Returns:
         A number for each sample, in float64; NaN where the upper layer does not depend on the lower one.

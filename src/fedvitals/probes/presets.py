@@ -53,8 +53,8 @@ class Planned:
         each: Whether to store every measurement, not only what they merge to.
         percent: The share of the training's work that a probe may take that runs when the scope closes; clients take
             turns.
-        rounds: Run in every so many rounds.
-        floor_rounds: With `percent`: each client is measured once in so many rounds, at any cost.
+        rounds: The interval in rounds.
+        floor_rounds: With `percent`: each client is measured at least once in this many rounds, at any cost.
     """
 
     probe: Probe
@@ -66,11 +66,11 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """The probe's name. Not its text: that of a `partial` quotes its arguments, which may be a client's."""
+        """The probe's name; not the object as text: that of a `partial` quotes its arguments, perhaps a client's."""
         return name_of(self.probe)
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of one measurement of a client with so many samples.
+        """Return how many samples pass through the model in one measurement of a client with this many samples.
 
         Args:
             samples: The number of samples that the client has.
@@ -88,7 +88,7 @@ class Preset:
         fit_percent: The share of the training's work that measuring the fit may take.
         brief: Whether to measure only the norm of a client's weights and update, and the cosine to the others.
         difference_each_step: Whether to measure how far the weights have moved at every step.
-        fit_floor_rounds: Each client's fit is measured once in so many rounds, at any cost.
+        fit_floor_rounds: Each client's fit is measured at least once in this many rounds, at any cost.
         training_losses: In every so many rounds, measure losses by class of the samples that a client trains on; 0:
             never.
     """
@@ -113,7 +113,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """Return a new preset by name; new, since a schedule may hold the state of one run.
+    """Return a preset by name. Each call makes a new one, because a schedule may hold the state of one run.
 
     Args:
         name: «light», «standard» or «deep».

@@ -37,8 +37,7 @@ class SuspectSample:
 
 
 def suspect_samples(model: nn.Module, data: Any, k: int = 20) -> list[SuspectSample]:
-    """Return the samples that speak most against their labels, worst first. Model, data and random streams stay as they
-    are.
+    """Return the samples whose labels are most doubtful, worst first. Model, data and random streams stay as they are.
 
     Args:
         model: The federation's model, as the client received it. One that the client has trained further agrees with

@@ -106,7 +106,7 @@ class TensorBoard(Sink):
         return self.folder / (f"{name}-{identity}" if name else identity)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Append what there is to draw to the event files of the runs.
+        """Append the records that can be drawn to the event files of their runs.
 
         Args:
             records: What the monitor has measured and found since the last call.

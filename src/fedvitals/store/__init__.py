@@ -52,7 +52,7 @@ def spill_folder(target: Target = None) -> Path:
 
 
 def open_store(target: Target = None) -> SqliteStore | PostgresStore:
-    """Return a sink that keeps records. Nothing is opened or made before the first write.
+    """Return a sink that stores records. Nothing is opened or created before the first write.
 
     Args:
         target: A file, or an address `postgresql://...`.

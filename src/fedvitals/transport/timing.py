@@ -57,11 +57,11 @@ def timed(name: str | None = None, **attributes: Any) -> Timed: ...
 def timed(name: str | Callable[..., Any] | None = None, **attributes: Any) -> Any:
     """A context manager and decorator that measures its block.
 
-    A block that raises is noted in its span and as an Event «exception»; the exception goes on unchanged. Outside
+    A block that raises is noted in its span and as an Event «exception»; the exception propagates unchanged. Outside
     any scope the time is only logged, at DEBUG.
 
     Args:
-        name: The name of the span; of a decorated function its own by default.
+        name: The name of the span; by default that of the decorated function.
         attributes: Plain values that are kept with the span.
 
     Returns:

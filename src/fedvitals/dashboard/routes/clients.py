@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import HttpError, Request, Response, Router
 from fedvitals.dashboard.pages import client as client_pages
 from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
 from fedvitals.dashboard.reader_cache import ReaderCache
@@ -23,9 +24,9 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.clients import ClientsPage, Roster, clients_page, severities
 from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
 
-router = APIRouter(tags=["clients"])
-Node = Annotated[str, Query(min_length=1, max_length=1000, description="Name of a client.")]
-Word = Annotated[str | None, Query(max_length=200)]
+router = Router("clients")
+Node = Annotated[str, Meta(min_length=1, max_length=1000, description="Name of a client.")]
+Word = Annotated[str, Meta(max_length=200)] | None
 Sort = Literal[
     "worst", "name", "group", "attended", "last_seen", "loss", "norm", "cosine", "score", "seconds", "bytes",
     "failures", "findings",
@@ -33,17 +34,17 @@ Sort = Literal[
 Health = Literal["ill", "well", "failed", "critical", "warning", "note"]
 
 
-@router.get("/api/runs/{run}/clients", response_model=ClientsPage)
+@router.get("/api/runs/{run}/clients", ClientsPage)
 def clients(
     request: Request,
     run: RunPath,
     sort: Sort = "worst",
     descending: bool = False,
-    search: Annotated[str, Query(max_length=200, description="Part of a name.")] = "",
-    group: Annotated[str | None, Query(max_length=1000)] = None,
+    search: Annotated[str, Meta(max_length=200, description="Part of a name.")] = "",
+    group: Annotated[str, Meta(max_length=1000)] | None = None,
     health: Health | None = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Meta(ge=0, le=10_000_000)] = 0,
 ) -> Response:
     """A page of the table of clients."""
     wanted: dict[str, Any] = {
@@ -53,7 +54,7 @@ def clients(
     return answer(request, run, lambda reader, run_id: clients_page(_roster(request, reader, run_id), **wanted))
 
 
-@router.get("/api/runs/{run}/client", response_model=client_pages.ClientPage)
+@router.get("/api/runs/{run}/client", client_pages.ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
 
@@ -63,7 +64,7 @@ def client(request: Request, run: RunPath, node: Node) -> Response:
     return answer(request, run, _of_client, work, node)
 
 
-@router.get("/api/runs/{run}/client/signs", response_model=list[client_pages.ClientSign])
+@router.get("/api/runs/{run}/client/signs", list[client_pages.ClientSign])
 def signs(
     request: Request, run: RunPath, node: Node, points: Points = 500, first: First = None, last: Last = None
 ) -> Response:
@@ -71,7 +72,7 @@ def signs(
     return answer(request, run, _of_client, client_pages.client_signs, node, points, first, last)
 
 
-@router.get("/api/runs/{run}/client/layers", response_model=ClientLayers)
+@router.get("/api/runs/{run}/client/layers", ClientLayers)
 def layers(
     request: Request,
     run: RunPath,
@@ -85,19 +86,19 @@ def layers(
     return answer(request, run, _of_client, client_layers, node, family, statistic, first, last)
 
 
-@router.get("/api/runs/{run}/client/times", response_model=client_pages.ClientTimes)
+@router.get("/api/runs/{run}/client/times", client_pages.ClientTimes)
 def times(request: Request, run: RunPath, node: Node, first: First = None, last: Last = None) -> Response:
     """Where its time went, by round."""
     return answer(request, run, _of_client, client_pages.client_times, node, first, last)
 
 
-@router.get("/api/runs/{run}/map", response_model=UpdateMap)
+@router.get("/api/runs/{run}/map", UpdateMap)
 def map_of_updates(
     request: Request,
     run: RunPath,
-    round: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="None: the newest.")] = None,  # noqa: A002
-    node: Annotated[str | None, Query(max_length=1000, description="Whose path is returned.")] = None,
-    plane: Annotated[Kind, Query(description="That all rounds share, or the round's own.")] = "run",
+    round: Annotated[int, Meta(ge=-(2**62), le=2**62, description="None: the newest.")] | None = None,  # noqa: A002
+    node: Annotated[str, Meta(max_length=1000, description="Whose path is returned.")] | None = None,
+    plane: Annotated[Kind, Meta(description="That all rounds share, or the round's own.")] = "run",
 ) -> Response:
     """The updates of a round in a plane, and their cosines."""
 
@@ -119,5 +120,5 @@ def _roster(request: Request, reader: Reader, run: str) -> Roster:
 def _of_client(reader: Reader, run: str, work: Callable[..., Any], node: str, *arguments: Any) -> Any:
     """What `work` gives of a client; 404 where the run has no such node."""
     if not has_node(reader, run, node):
-        raise HTTPException(404, f"The run {run} has no client '{node}'.")
+        raise HttpError(404, f"The run {run} has no client '{node}'.")
     return work(reader, run, node, *arguments)

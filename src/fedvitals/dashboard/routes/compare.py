@@ -5,27 +5,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
-from pydantic import StringConstraints
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import Request, Response, Router
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.comparison.page import ComparePage, compare_page
 from fedvitals.views.comparison.runs import chosen, sides_of
 from fedvitals.views.run_figures import Figures, figures_of
 
-router = APIRouter(tags=["compare"])
+router = Router("compare")
 MOST = 6  # sides
 REPEATS = 10  # runs of a side, the newest
-Name = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+Name = Annotated[str, Meta(min_length=1, max_length=300)]
 
 
-@router.get("/api/compare", response_model=ComparePage)
+@router.get("/api/compare", ComparePage)
 def compare(
     request: Request,
-    runs: Annotated[list[Name], Query(min_length=2, max_length=MOST)],
-    baseline: Annotated[str | None, Query(max_length=300)] = None,
+    runs: Annotated[list[Name], Meta(min_length=2, max_length=MOST)],
+    baseline: Annotated[str, Meta(max_length=300)] | None = None,
     repeats: bool = False,
 ) -> Response:
     """Runs against the `baseline` (else the first), each an id, a name, or the beginning of an id.

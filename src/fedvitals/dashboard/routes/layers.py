@@ -5,21 +5,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import Request, Response, Router
 from fedvitals.dashboard.pages.ridges import Distribution, distribution
 from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
 from fedvitals.views.layers import LayersPage, layers_page
 
-router = APIRouter(tags=["layers"])
+router = Router("layers")
 Family = Literal["gradient", "gradient.full", "update", "weight", "activation"]
 Statistic = Literal["rms", "l2", "mean_magnitude", "mean", "std", "absmax", "sparsity", "nans", "infs"]
-Node = Annotated[str | None, Query(max_length=300, description="A node; none: the federation as a whole.")]
-Round = Annotated[int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="That must be shown.")]
+Node = Annotated[str, Meta(max_length=300, description="A node; none: the federation as a whole.")] | None
+Round = (
+    Annotated[int, Meta(extra={"name": "round"}, ge=-FURTHEST, le=FURTHEST, description="That must be shown.")] | None
+)
 
 
-@router.get("/api/runs/{run}/layers", response_model=LayersPage)
+@router.get("/api/runs/{run}/layers", LayersPage)
 def get_layers(
     request: Request,
     run: RunPath,
@@ -27,8 +30,10 @@ def get_layers(
     statistic: Statistic = "rms",
     node: Node = None,
     selected: Round = None,
-    every_layer: Annotated[bool, Query(alias="all", description="Also biases and norms in the profile.")] = False,
-    columns: Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share one.")] = 400,
+    every_layer: Annotated[
+        bool, Meta(extra={"name": "all"}, description="Also biases and norms in the profile.")
+    ] = False,
+    columns: Annotated[int, Meta(ge=1, le=4000, description="At most so many; more rounds share one.")] = 400,
     first: First = None,
     last: Last = None,
 ) -> Response:
@@ -37,11 +42,11 @@ def get_layers(
     return answer(request, run, layers_page, family=family, statistic=statistic, every_layer=every_layer, **where)
 
 
-@router.get("/api/runs/{run}/layers/distribution", response_model=Distribution)
+@router.get("/api/runs/{run}/layers/distribution", Distribution)
 def get_distribution(
     request: Request,
     run: RunPath,
-    layer: Annotated[str | None, Query(max_length=1000, description="A layer; none: the first.")] = None,
+    layer: Annotated[str, Meta(max_length=1000, description="A layer; none: the first.")] | None = None,
     node: Node = None,
     selected: Round = None,
 ) -> Response:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import Request, Response, Router
 from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, Names, RunPath
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.grid import Grid
@@ -17,25 +18,25 @@ from fedvitals.views.overview import Overview, overview
 from fedvitals.views.phases import Phases, phases
 from fedvitals.views.series import Band, Series, band, median_series, several_series
 
-router = APIRouter(tags=["overview"])
-Sign = Annotated[str, Query(min_length=1, max_length=300, description="Name of a metric.")]
-Signs = Annotated[Names, Query(max_length=16, description="Names of metrics; give the parameter once for each.")]
-Nodes = Annotated[Names, Query(max_length=16, description="Nodes whose own values are wanted; none: the federation's.")]
-Points = Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share buckets.")]
+router = Router("overview")
+Sign = Annotated[str, Meta(min_length=1, max_length=300, description="Name of a metric.")]
+Signs = Annotated[Names, Meta(max_length=16, description="Names of metrics; give the parameter once for each.")]
+Nodes = Annotated[Names, Meta(max_length=16, description="Nodes whose own values are wanted; none: the federation's.")]
+Points = Annotated[int, Meta(ge=1, le=4000, description="At most so many; more rounds share buckets.")]
 
 
-@router.get("/api/runs/{run}/overview", response_model=Overview)
+@router.get("/api/runs/{run}/overview", Overview)
 def get_overview(request: Request, run: RunPath) -> Response:
     """The verdict, troubles in short, suspects, and which signs there are."""
     return answer(request, run, overview)
 
 
-@router.get("/api/runs/{run}/series", response_model=list[Series])
+@router.get("/api/runs/{run}/series", list[Series])
 def get_series(
     request: Request,
     run: RunPath,
     names: Signs,
-    nodes: Nodes = [],  # noqa: B006 - FastAPI copies it
+    nodes: Nodes = [],  # noqa: B006 - nobody changes it
     points: Points = 1000,
     first: First = None,
     last: Last = None,
@@ -54,7 +55,7 @@ def get_series(
     return answer(request, run, work)
 
 
-@router.get("/api/runs/{run}/band", response_model=Band)
+@router.get("/api/runs/{run}/band", Band)
 def get_band(
     request: Request, run: RunPath, sign: Sign, points: Points = 1000, first: First = None, last: Last = None
 ) -> Response:
@@ -62,14 +63,14 @@ def get_band(
     return answer(request, run, lambda reader, run: band(sign, metric_matrix(reader, run, sign), points, first, last))
 
 
-@router.get("/api/runs/{run}/grid", response_model=Grid)
+@router.get("/api/runs/{run}/grid", Grid)
 def get_grid(
     request: Request,
     run: RunPath,
     sign: Sign,
     sort: Sort = "worst",
-    offset: Annotated[int, Query(ge=0, le=FURTHEST)] = 0,
-    rows: Annotated[int, Query(ge=1, le=2000)] = 1000,
+    offset: Annotated[int, Meta(ge=0, le=FURTHEST)] = 0,
+    rows: Annotated[int, Meta(ge=1, le=2000)] = 1000,
     columns: Points = 500,
     first: First = None,
     last: Last = None,
@@ -79,12 +80,12 @@ def get_grid(
     return answer(request, run, client_grid, sign, sort=sort, first=first, last=last, **page)
 
 
-@router.get("/api/runs/{run}/layer-grid", response_model=Grid)
+@router.get("/api/runs/{run}/layer-grid", Grid)
 def get_layer_grid(
     request: Request,
     run: RunPath,
-    family: Annotated[str, Query(max_length=100)] = "gradient",
-    statistic: Annotated[str, Query(max_length=100)] = "l2",
+    family: Annotated[str, Meta(max_length=100)] = "gradient",
+    statistic: Annotated[str, Meta(max_length=100)] = "l2",
     columns: Points = 500,
     first: First = None,
     last: Last = None,
@@ -93,7 +94,7 @@ def get_layer_grid(
     return answer(request, run, layer_grid, family, statistic, first=first, last=last, columns=columns)
 
 
-@router.get("/api/runs/{run}/phases", response_model=Phases)
+@router.get("/api/runs/{run}/phases", Phases)
 def get_phases(
     request: Request, run: RunPath, points: Points = 500, first: First = None, last: Last = None
 ) -> Response:

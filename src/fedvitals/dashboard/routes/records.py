@@ -6,15 +6,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request, Response
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import HttpError, Request, Response, Router
 from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.store.read.paging import page_of_table
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import TABLE, Table
 
-router = APIRouter(tags=["records"])
+router = Router("records")
 Kind = Literal["metric", "event", "span", "transfer", "finding", "action", "snapshot"]
 LARGEST = 2**53  # what JSON and a browser count exactly
 
@@ -29,16 +30,16 @@ class Records:
     next: int | None  # `after` of the next page; None: this was the last one
 
 
-@router.get("/api/runs/{run}/records", response_model=Records)
+@router.get("/api/runs/{run}/records", Records)
 def records(
     request: Request,
     run: RunPath,
     kind: Kind = "metric",
-    round_: Annotated[int | None, Query(alias="round", ge=0, le=LARGEST)] = None,
-    node: Annotated[str | None, Query(max_length=300)] = None,
-    name: Annotated[str | None, Query(max_length=300, description="Of a metric, event or span.")] = None,
-    after: Annotated[int, Query(ge=0, le=LARGEST)] = 0,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    round_: Annotated[int, Meta(extra={"name": "round"}, ge=0, le=LARGEST)] | None = None,
+    node: Annotated[str, Meta(max_length=300)] | None = None,
+    name: Annotated[str, Meta(max_length=300, description="Of a metric, event or span.")] | None = None,
+    after: Annotated[int, Meta(ge=0, le=LARGEST)] = 0,
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 200,
 ) -> Response:
     """Rows of one kind in order of arrival, a page at a time."""
     wanted = {"round": round_, "node": node, "name": name}
@@ -47,7 +48,7 @@ def records(
     chosen = {key: value for key, value in wanted.items() if value is not None}
     if not known.issuperset(chosen):
         foreign = next(key for key in chosen if key not in known)
-        raise HTTPException(422, f"A {kind} has no {foreign}, so none can be chosen by it. Leave «{foreign}» out.")
+        raise HttpError(422, f"A {kind} has no {foreign}, so none can be chosen by it. Leave «{foreign}» out.")
     return answer(request, run, _page, table, chosen, after, limit)
 
 

@@ -15,23 +15,24 @@ import threading
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from msgspec import Meta
 
 from fedvitals.dashboard.answers import failure
+from fedvitals.dashboard.asgi import Request, Response, Router
 from fedvitals.dashboard.routes.compare import MOST, Name
 from fedvitals.store.read.queries import find_run, get_run
 
-router = APIRouter(tags=["report"])
+router = Router("report")
 TYPES = {"html": "text/html; charset=utf-8", "pdf": "application/pdf"}
 SECONDS = 300
 _one_at_a_time = threading.Lock()
 
 
-@router.get("/api/report", response_class=Response)
+@router.get("/api/report")
 def get_report(
     request: Request,
-    runs: Annotated[list[Name], Query(min_length=1, max_length=MOST)],
-    kind: Annotated[Literal["html", "pdf"], Query(alias="format")] = "html",
+    runs: Annotated[list[Name], Meta(min_length=1, max_length=MOST)],
+    kind: Annotated[Literal["html", "pdf"], Meta(extra={"name": "format"})] = "html",
 ) -> Response:
     """The report on a run, or on the comparison of several. PDF needs a Chromium on this machine."""
     cache = request.app.state.reader_cache

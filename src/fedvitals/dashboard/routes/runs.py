@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from msgspec import Meta
 
-from fedvitals.dashboard.answers import Failure, answer, changed
+from fedvitals.dashboard.answers import answer, changed
+from fedvitals.dashboard.asgi import HttpError, Request, Response, Router
 from fedvitals.dashboard.pages.runs import Contents, Order, RunList, RunsAsked, RunsPage, Sort, contents_of
 from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.dashboard.routes.status import this_moment
@@ -22,12 +23,12 @@ from fedvitals.store.upkeep import retention
 from fedvitals.views.status import RunState
 from fedvitals.views.verdict import State
 
-router = APIRouter(tags=["runs"])
+router = Router("runs")
 _DELETING = threading.Lock()  # a store's own lock is between processes
 MOST_TAGS = 20  # of a run
-CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure}}
-TagPath = Annotated[str, Path(min_length=1, max_length=40, description="A word or two of a person's own.")]
-Text = Annotated[str, Query(max_length=200)]
+CONFLICT = (409,)
+TagPath = Annotated[str, Meta(min_length=1, max_length=40, description="A word or two of a person's own.")]
+Text = Annotated[str, Meta(max_length=200)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,17 @@ class Deleted:
     tape_bytes: int  # and its tape
 
 
-@router.get("/api/runs", response_model=RunsPage)
+@router.get("/api/runs", RunsPage)
 def runs(
     request: Request,
     search: Text = "",
     state: RunState | None = None,
     health: State | None = None,
-    tag: Annotated[str | None, Query(max_length=40)] = None,
+    tag: Annotated[str, Meta(max_length=40)] | None = None,
     sort: Sort = "newest",
     order: Order | None = None,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+    limit: Annotated[int, Meta(ge=1, le=200)] = 50,
+    offset: Annotated[int, Meta(ge=0, le=10**9)] = 0,
 ) -> Response:
     """The runs of the store. `search`: words that its name, id, tags, host or topology contain, all of them."""
     asked = RunsAsked(search, state, health, tag, sort, order, limit, offset)
@@ -73,26 +74,26 @@ def runs(
     return answer(request, None, work, also=this_moment())
 
 
-@router.get("/api/runs/{run}/contents", response_model=Contents)
+@router.get("/api/runs/{run}/contents", Contents)
 def contents(request: Request, run: RunPath) -> Response:
     """What would go if the run were deleted."""
     return answer(request, run, contents_of, request.app.state.reader_cache.target)
 
 
-@router.put("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
+@router.put("/api/runs/{run}/tags/{tag:path}", Tags, statuses=CONFLICT)
 def add_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Give a run a tag."""
     run_id, word = _exact(request, run), " ".join(tag.split())
     if not word or not word.isprintable():
-        raise HTTPException(422, "A tag needs at least one letter, and none that cannot be seen.")
+        raise HttpError(422, "A tag needs at least one letter, and none that cannot be seen.")
     known = _tags(request, run_id)
     if word not in known and len(known) >= MOST_TAGS:
-        raise HTTPException(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")
+        raise HttpError(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")
     set_mark(request.app.state.reader_cache.target, run_id, "tag", word, "")
     return changed(Tags(run_id, _tags(request, run_id)))
 
 
-@router.delete("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
+@router.delete("/api/runs/{run}/tags/{tag:path}", Tags, statuses=CONFLICT)
 def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Take a tag from a run; one that it does not have is no error."""
     run_id = _exact(request, run)
@@ -100,7 +101,7 @@ def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     return changed(Tags(run_id, _tags(request, run_id)))
 
 
-@router.delete("/api/runs/{run}", response_model=Deleted, responses=CONFLICT)
+@router.delete("/api/runs/{run}", Deleted, statuses=CONFLICT)
 def delete(request: Request, run: RunPath) -> Response:
     """Delete a run for good. Only by its whole id; refused while it is being written.
 
@@ -111,9 +112,9 @@ def delete(request: Request, run: RunPath) -> Response:
         with _DELETING:
             cleared = retention.delete(request.app.state.reader_cache.target, [run_id], give_back=False)
     except BusyError as error:
-        raise HTTPException(409, str(error)) from error
+        raise HttpError(409, str(error)) from error
     if not cleared.removed:
-        raise HTTPException(404, f"There is no run '{run_id}' any more.")
+        raise HttpError(404, f"There is no run '{run_id}' any more.")
     gone = cleared.removed[0]
     return changed(Deleted(run_id, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
 
@@ -122,7 +123,7 @@ def _exact(request: Request, run: str) -> str:
     """The run of this very id: nothing is changed on a name or a beginning that may mean another run tomorrow."""
     with request.app.state.reader_cache.reader() as reader:
         if not has_run(reader, run):
-            raise HTTPException(404, f"There is no run with the id '{run[:100]}'.")
+            raise HttpError(404, f"There is no run with the id '{run[:100]}'.")
     return run
 
 

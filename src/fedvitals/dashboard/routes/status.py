@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
-
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asgi import Request, Response, Route, Router, Stream
 from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.status import Status, StoreStatus, status_of, store_status
 
-router = APIRouter(tags=["status"])
+router = Router("status")
 
 
 def this_moment() -> str:
@@ -21,13 +19,13 @@ def this_moment() -> str:
     return f".{int(time.time() // 5)}"
 
 
-@router.get("/api/store", response_model=StoreStatus)
+@router.get("/api/store", StoreStatus)
 def store(request: Request) -> Response:
     """The store that is shown."""
     return answer(request, None, store_status, request.app.state.reader_cache.shown)
 
 
-@router.get("/api/runs/{run}", response_model=Status)
+@router.get("/api/runs/{run}", Status)
 def status(request: Request, run: RunPath) -> Response:
     """One run: its state, progress, settings, and what of it was measured."""
 
@@ -37,10 +35,12 @@ def status(request: Request, run: RunPath) -> Response:
     return answer(request, run, work, also=this_moment())
 
 
-@router.get("/api/live", include_in_schema=False)  # a stream without an end is nothing that a schema can say
-async def live(request: Request) -> StreamingResponse:
-    return StreamingResponse(
-        request.app.state.live.events(request.client.host if request.client else ""),
-        media_type="text/event-stream",
+async def live(request: Request) -> Stream:
+    return Stream(
+        request.app.state.live.events(request.client),
+        media_type="text/event-stream; charset=utf-8",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
+
+
+router.routes.append(Route("/api/live", live, ("GET",)))  # not in the schema, which cannot describe an endless stream

@@ -52,7 +52,7 @@ class CorrectionPolicy:
 
     @property
     def automatic(self) -> bool:
-        """Return whether anything may be done automatically; only then must a host wait and keep checkpoints."""
+        """Whether anything may be corrected automatically; only then must a host wait and keep checkpoints."""
         return "auto" in self._words.values()
 
     def word(self, issue: str, kind: str | None = None) -> str:

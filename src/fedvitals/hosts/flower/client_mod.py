@@ -67,7 +67,7 @@ def client_mod(
     """Return the mod for `ClientApp(mods=[...])`; put it first.
 
     Args:
-        probes: What `fv.watch` measures inside of `train`.
+        probes: What `fv.watch` measures inside `train`.
         privacy: What may leave this client, 0 to 4; by default 2 (its own scalars, no layers, no text:
             docs/metrics.md), and 1 for a model that Opacus trains.
         tracebacks: Whether to send the server the whole traceback of an exception, which may quote data.

@@ -25,21 +25,21 @@ LOSSES = ("loss", "train_loss", "train_loss_epoch", "train/loss", "train/loss_ep
 
 
 class Callback(LightningCallback):
-    """Watches what a Trainer trains; nothing of it is changed, and an error of ours does not stop it.
+    """Watches what a Trainer trains. It changes nothing, and an error in fedvitals does not stop the training.
 
-    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and
+    Inside a client that is watched (in a Flower app or an NVFlare task) the model is that client's, and
     no monitor is needed. Otherwise the training is a run of its own in `monitor`.
 
     Args:
-        monitor: A `fv.Monitor`, a worker's observer, or the file of a store; None inside of a client that is
+        monitor: A `fv.Monitor`, a worker's observer, or the file of a store; None inside a client that is
             watched.
-        client: The name of the client that trains, inside of `monitor.round(...)`.
+        client: The name of the client that trains, inside `monitor.round(...)`.
         steps: Optimiser steps in a round, if the training is a run of its own; by default its rounds are the epochs
             or, if the trainer validates within an epoch, the stretches between two validations.
-        data: The client's own samples, as of `Monitor.client`.
-        loss: The loss function, as of `Monitor.client`.
+        data: The client's own samples, as in `Monitor.client`.
+        loss: The loss function, as in `Monitor.client`.
         held_back: Samples that are not trained on: the loss on them is measured after each round of a run of its own.
-            Inside of a federation pass them to `monitor.round`.
+            Inside a federation pass them to `monitor.round`.
         settings: Settings of `fv.Monitor`, if `monitor` is a file.
     """
 
@@ -137,7 +137,7 @@ class Callback(LightningCallback):
         guarded("ending a training", self._watch.end)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """The training was left by an exception.
+        """An exception ended the training.
 
         Args:
             trainer: The trainer.

@@ -34,7 +34,7 @@ def watch(
 ) -> Iterator[Any]:
     """Watch one model's training: `with fv.watch(model, optimizer, "one.db"):`.
 
-    Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the
+    Inside a client that is watched already, such as the handler of a Flower app with `fv.flower.client_mod`, the
     model is that client's: its numbers belong to the federation's run, and nothing is stored here. Of several
     processes that train the model together, the one of the lowest rank stores it.
 

@@ -50,7 +50,7 @@ def attach(
             it.
         tracebacks: Whether sites send the traceback of an exception, which may quote data.
         guard: What to do with a result that contains NaN or infinity: «report», «drop» or «fail».
-        cure: As of `fv.Monitor`.
+        cure: As in `fv.Monitor`.
         trainers: Whether to watch training scripts in processes of their own, too.
 
     Returns:

@@ -223,8 +223,8 @@ class FedAdam(Adaptive, frozen=True):
 
     Args:
         learning_rate: η.
-        beta1: How slowly the mean of changes forgets.
-        beta2: How slowly the mean of squared changes forgets.
+        beta1: The decay rate of the mean of changes.
+        beta2: The decay rate of the mean of squared changes.
         tau: τ, added to the denominator.
     """
 
@@ -237,8 +237,8 @@ class FedYogi(Adaptive, frozen=True):
 
     Args:
         learning_rate: η.
-        beta1: How slowly the mean of changes forgets.
-        beta2: How slowly the mean of squared changes forgets.
+        beta1: The decay rate of the mean of changes.
+        beta2: The decay rate of the mean of squared changes.
         tau: τ, added to the denominator.
     """
 

@@ -62,7 +62,7 @@ class Synthetic(Description, frozen=True):
         classes: The number of classes.
         separation: The distance of the centres from 0; of tokens, how much their log-probabilities spread.
         sequence: Steps in a sample; None: samples are vectors.
-        vocabulary: With `sequence`: samples are tokens, so many different ones.
+        vocabulary: With `sequence`, samples are tokens, of this many kinds.
         seed: The seed of the data, apart from the experiment's.
         targets: «classes»; or of the same samples «numbers» (one, a smooth function of the sample), «labels» (as
             many as `classes`, each true on one side of a random plane), «tasks» (the class and the number), «tokens»

@@ -31,7 +31,7 @@ class Text(Description, frozen=True):
         folder: The folder; None: Python's standard library.
         pattern: Which files are read.
         steps: Bytes in a block.
-        package_bytes: The first so many bytes of each package are used.
+        package_bytes: How many bytes of each package are used, from its beginning.
         packages: How many packages are used, the largest first.
     """
 

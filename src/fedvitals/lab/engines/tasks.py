@@ -37,7 +37,7 @@ class Task:
         group: The edge, cluster or ring.
         exchange: What members do with their states between local iterations; None: nothing.
         every: Local iterations between two exchanges.
-        iterations: Instead of the experiment's.
+        iterations: The number of local iterations, instead of the experiment's.
         parent: Who hands out the model and takes the updates.
         local: Settings instead of the experiment's: a correction.
         stop_at_nonfinite: Whether a loss that is not finite ends a client's training: a correction.
@@ -71,7 +71,7 @@ class Update:
         group: The edge, cluster or ring.
         losses: The loss of each local batch.
         steps: Local steps.
-        seconds: Of real computing.
+        seconds: The real computing time.
         sent: Whether faults of its sending have been applied.
         error: Why there is nothing to use: the client failed, and `state` is its start.
         error_type: The class of the exception.

@@ -109,7 +109,7 @@ class Mimic(Fault, frozen=True):
     and Jaggi 2022. Nothing in it is wrong, but with different data the model drifts to that client's.
 
     Args:
-        victim: Its place among the honest clients of the round.
+        victim: The index of that client among the honest clients of the round.
     """
 
     victim: Index = 0

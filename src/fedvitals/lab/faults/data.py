@@ -185,9 +185,9 @@ class DominantClient(Fault, frozen=True):
 
 
 class ChannelsSwapped(Fault, frozen=True):
-    """Another order of the channels, such as BGR for RGB: the first and the last channel change places.
+    """Channels in the wrong order, such as BGR for RGB: the first and the last channel change places.
 
-    Of vectors and sequences, the first and the last feature do.
+    In vectors and sequences, the first and the last feature change places.
     """
 
     issue: ClassVar[str] = "input_scale"

@@ -35,7 +35,7 @@ class _AdapterFault(Fault, frozen=True):
 
 
 class RankCollapse(_AdapterFault, frozen=True):
-    """An adapter that has collapsed to few directions: the others are 0 when the client begins, and stay so.
+    """An adapter that has collapsed to few directions: the others start at 0 and stay there.
 
     Args:
         rank: The number of directions that are left.
@@ -53,7 +53,7 @@ class RankCollapse(_AdapterFault, frozen=True):
 
 
 class AdapterScale(_AdapterFault, frozen=True):
-    """A client with another α/r in its configuration: `factor` times that of the others.
+    """A client whose configuration has a different α/r: `factor` times that of the others.
 
     Args:
         factor: The client's α/r, as a multiple of the others'.
@@ -98,7 +98,7 @@ def _require_tokens(fault: Fault, x: Tensor, y: Tensor) -> None:
 
 
 class Padding(Fault, frozen=True):
-    """Padding that nobody masked: the end of each text is token 0, which the client learns to predict.
+    """Padding that was not masked: each text ends with tokens 0, which the client learns to predict.
 
     Args:
         share: The share of each text.
@@ -114,7 +114,7 @@ class Padding(Fault, frozen=True):
 
 
 class ShortTexts(Fault, frozen=True):
-    """Texts that were cut: only the beginning of each is left; the rest is padding, rightly ignored.
+    """Truncated texts: only the beginning of each is left; the rest is padding, which is correctly masked.
 
     Args:
         share: The share that is left.

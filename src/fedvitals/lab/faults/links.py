@@ -50,8 +50,8 @@ class Straggler(Fault, frozen=True):
 
 
 class Timeout(Fault, frozen=True):
-    """A connection that hangs: the upload takes longer. The update is late if the network has a deadline; a server
-    without one waits.
+    """A connection that hangs: the upload takes longer. With a deadline the update comes too late; without one the
+    server waits.
 
     Args:
         seconds: By how much.

@@ -36,7 +36,7 @@ MEGABYTE = 1 << 20
 
 
 class WrongLearningRate(Fault, frozen=True):
-    """A client with its own configuration of the learning rate.
+    """A client that is configured with a different learning rate.
 
     Args:
         factor: Its learning rate, as a multiple of the others'.
@@ -160,10 +160,10 @@ class Crash(Fault, frozen=True):
 
 
 class MemoryHog(Fault, frozen=True):
-    """A leak, or another program on the machine: memory is allocated at a step.
+    """A memory leak, or another program on the machine: memory is allocated at one step.
 
     Args:
-        megabytes: How much.
+        megabytes: How much memory is allocated.
         at_step: The local step.
         fatal: Whether the allocation fails, and the client with it.
     """

@@ -53,7 +53,7 @@ class StaleUpdate(Fault, frozen=True):
     one.
 
     Args:
-        rounds: How many rounds ago.
+        rounds: The age of that model in rounds.
     """
 
     rounds: Count = 3
@@ -132,7 +132,7 @@ class Scaling(Fault, frozen=True):
 
 
 class Gaussian(Fault, frozen=True):
-    """An attacker without knowledge: noise instead of the update, or on top of it.
+    """An attacker that knows nothing: it sends noise instead of its update, or adds noise to it.
 
     Args:
         strength: The noise's norm, as a multiple of the update's.
@@ -182,7 +182,7 @@ class ShapeMismatch(Fault, frozen=True):
     """A client with another version of the model: its update is too short.
 
     Args:
-        missing: By how many numbers.
+        missing: How many numbers are missing.
     """
 
     missing: Count = 1

@@ -15,9 +15,9 @@ class Link(Description, frozen=True):
     Args:
         download_bits_per_second: Its rate towards the node.
         upload_bits_per_second: Its rate from the node.
-        latency_seconds: One way.
+        latency_seconds: The latency in one direction.
         duty: The share of time in which a sender may be on the air.
-        loss: The probability that an update never arrives, after all that the transport repeats.
+        loss: The probability that an update never arrives, in spite of the transport's retries.
     """
 
     download_bits_per_second: float
@@ -42,7 +42,7 @@ class Device(Description, frozen=True):
     Args:
         flops_per_second: Floating-point operations per second in training.
         memory_bytes: Its memory.
-        samples_per_second: Samples that it reads and prepares before it trains on them; None: in no time.
+        samples_per_second: Samples that it can read and prepare for training; None: that takes no time.
     """
 
     flops_per_second: float

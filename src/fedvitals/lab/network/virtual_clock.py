@@ -37,10 +37,11 @@ class Network(Description, frozen=True):
         jitter: σ of the log-normal factor of each single time; its mean is 1.
         availability: The probability that a node answers in a round.
         deadline_seconds: The server closes a round after this time; None: it waits.
-        over_selection: So many times more clients are asked than are needed; 1.3 in Bonawitz et al. 2019.
+        over_selection: The factor by which more clients are asked than are needed; 1.3 in Bonawitz et al. 2019.
         server: The device that aggregates and evaluates.
-        server_bits_per_second: Of its line: models go out one after the other; None: no limit.
-        edge_links: Between edge nodes and the server; None: that way takes no time.
+        server_bits_per_second: The rate of the server's line, on which models are sent one after the other; None: no
+        limit.
+        edge_links: The links between edge nodes and the server; None: they take no time.
     """
 
     links: Choice = "fibre"

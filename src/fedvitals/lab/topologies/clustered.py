@@ -44,7 +44,7 @@ class Clustered(Description, frozen=True):
     """Clients in clusters that follow the similarity of their models.
 
     Args:
-        threshold: λ: models this near are of one kind.
+        threshold: λ: models within this distance belong together.
         smallest: t: the fewest members of a cluster.
         trim: β: the share cut off at each end of every coordinate.
         every: Rounds between two reclusterings.

@@ -61,7 +61,7 @@ def open_replay(
     Args:
         run: An id, the beginning of one, or a name (its newest run).
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
-        experiment: Needed again where parts of it are your own objects.
+        experiment: The experiment, which is needed if parts of it are your own objects.
         data: The folder of its data set, if it has moved.
         workers: Processes that run rounds again.
         loop: For a plain loop, an object with `restore` and `train` (docs/replay.md), or its name, "module:name".

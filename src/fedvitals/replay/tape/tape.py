@@ -48,7 +48,7 @@ class Tape(Sink):
         memory: Bytes that may wait to be written.
         durable: Whether updates are written in each round, not only at the end, for clients that cannot be asked
             again.
-        folder: Where the tape lies; by default beside the store.
+        folder: Where the tape is kept; by default beside the store.
     """
 
     name = "tape"
@@ -87,11 +87,11 @@ class Tape(Sink):
         self, nodes: Collection[str] | None = None, *, rounds: int = 1, steps: Schedule = always
     ) -> tuple[Probe, Schedule]:
         """Return a probe that writes gradients to the tape, and its schedule, for the monitor's list of probes. It
-        needs privacy level 4, and does nothing below.
+        needs privacy level 4, and does nothing at lower levels.
 
         Args:
-            nodes: Of which clients; None: of all.
-            rounds: In every so many rounds.
+            nodes: The clients; None: all of them.
+            rounds: The interval in rounds.
             steps: At which steps: a schedule, such as `fv.every(5)`.
 
         Returns:
@@ -112,7 +112,7 @@ class Tape(Sink):
         level: int = 4,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start recording a run; called by the monitor. A run that continues, continues on its tape.
+        """Start recording a run; called by the monitor. A run that is continued is recorded on the same tape.
 
         Args:
             beside: The folder of the store's large files.
@@ -141,7 +141,7 @@ class Tape(Sink):
 
     @property
     def folder(self) -> Path | None:
-        """Return the folder of the tape; None before it is open."""
+        """The folder of the tape; None before it is open."""
         return None if self._keeper is None else self._keeper.journal.folder
 
     def write(self, records: Sequence[Record], /) -> None:
@@ -155,7 +155,7 @@ class Tape(Sink):
             self._put("findings", (findings,), 0)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait until everything handed over is on the tape; return whether that happened in time.
+        """Wait until everything that was handed over is on the tape.
 
         Args:
             timeout: Seconds to wait at most.

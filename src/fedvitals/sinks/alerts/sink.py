@@ -118,7 +118,7 @@ class Alerts(Sink):
             self._send(evaluation.alerts())
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait, and return whether every alert so far is delivered, given up, or waiting for another attempt.
+        """Wait until every alert so far was delivered, given up, or scheduled for another attempt.
 
         Args:
             timeout: Seconds to wait at most.
@@ -132,7 +132,7 @@ class Alerts(Sink):
         return all(done)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Send the last alerts and try once more what waits. What does not get through stays in the folder.
+        """Send the last alerts and retry those that wait. What cannot be delivered stays in the folder.
 
         Args:
             timeout: Seconds to wait at most.

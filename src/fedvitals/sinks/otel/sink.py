@@ -69,7 +69,7 @@ class OpenTelemetry(Sink):
     Args:
         endpoint: The receiver's base address; by default OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.
         headers: HTTP headers, for instance an authorization; by default OTEL_EXPORTER_OTLP_HEADERS.
-        nodes: Of how many nodes metrics are sent, since each makes series of its own; the spans of all are.
+        nodes: The number of nodes whose metrics are sent, since each adds series of its own; spans are sent of all.
         signals: Which of «traces», «metrics» and «logs» to send.
         timeout: Seconds for one attempt.
         tls: An `ssl.SSLContext`, if the system's certificates are not the right ones.

@@ -48,7 +48,7 @@ class Prometheus(Sink):
         host: The address to listen on. One other than this machine's own needs a `token`.
         token: What the scraper sends as a Bearer token.
         signs: Metrics with a series for each node.
-        nodes: Up to so many clients have series of their own.
+        nodes: The largest number of clients that all have series of their own.
         worst: With more clients, how many of them have series: most findings first, then the farthest from the
             others.
         series: The most series on the whole page.
@@ -94,7 +94,7 @@ class Prometheus(Sink):
 
     @property
     def port(self) -> int | None:
-        """The port that is served; None while nothing is."""
+        """The port that is served; None while nothing is served."""
         return None if self._page is None else self._page.port
 
     @property
