@@ -24,6 +24,7 @@ AnyName = object
 """A node's name as a host gives it: a text, or anything that has one (an integer, an enum's member, a path, a UUID)."""
 LONGEST_RUN_ID = 200
 MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
+EARLIER_SCALES = "scale.earlier"  # an event: the gradient scale of earlier runs of the same model
 
 
 @dataclass(frozen=True, slots=True)
