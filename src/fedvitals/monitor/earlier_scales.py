@@ -18,12 +18,11 @@ RUNS = 3  # earlier ones that a new run is compared with
 
 def earlier_scales(store: str | os.PathLike[str] | None, run: Run) -> Event | None:
     """Return the gradient scales of the newest runs with the same layers, names and shapes; None if there are none."""
-    table = next((table.digest for table in run.tables if table.rows == "parameter"), None)
     target = None if store is None else store_target(store)
-    if table is None or target is None or (isinstance(target, Path) and not target.exists()):
+    if target is None or (isinstance(target, Path) and not target.exists()):
         return None
     with contextlib.suppress(EmptyStoreError), open_reader(target) as reader:
-        runs = earlier_runs(reader, run.id, table, "scale.gsc", RUNS)
+        runs = earlier_runs(reader, run, "scale.gsc", RUNS)
         if runs:
             data = [
                 {"id": each.id, "name": each.name, "levels": {str(r): value for r, value in each.levels.items()}}

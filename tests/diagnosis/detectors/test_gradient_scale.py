@@ -33,14 +33,15 @@ def messages(past, round_index):
     return [finding.message for finding in gradient_scale(past, round_index)]
 
 
-@pytest.mark.parametrize("level, words", [(3e6, "8 orders of magnitude above"), (0.0, "far below")])
+@pytest.mark.parametrize(("level", "words"), [(3e6, "8 orders of magnitude above"), (0.0, "far below")])
 def test_a_jump_against_the_own_past(level, words):
     usual = [0.02, 0.03, 0.02, 0.04, 0.03]
     assert not any(messages(history(usual), number) for number in range(5))
     jumped = history([*usual, level, level])
     assert messages(jumped, 5) == []  # one client alone has told so far
     (message,) = messages(jumped, 6)
-    assert words in message and "rounds before" in message
+    assert words in message
+    assert "rounds before" in message
 
 
 def test_a_lone_client_needs_nobody_to_agree():
@@ -100,7 +101,8 @@ def test_a_run_is_compared_with_the_last_ones_of_its_model_in_the_store(tmp_path
     findings, run = train("ill", lab.paper_cnn(scenario="exploding"))
     assert "GRADIENT_SCALE" not in {finding.issue for finding in other}
     (first, *_) = [finding for finding in findings if finding.issue == "GRADIENT_SCALE"]
-    assert "above the last 3 runs of this model" in first.message and first.where.round == 0
+    assert "above the last 3 runs of this model" in first.message
+    assert first.where.round == 0
     with open_reader(store) as reader:
         past = reader.history(run)
         assert [finding.message for finding in gradient_scale(past, 0)] == [first.message]

@@ -39,7 +39,9 @@ def gradient_scale(history: History, round_index: int) -> Iterator[Finding]:
     yield from _against_earlier_runs(history, round_index, newest)
     past = {r: values for r in range(max(0, round_index - PAST), round_index - 1) if (values := _values(history, r))}
     if len(past) >= FEWEST_ROUNDS:
-        yield from _against_own_past(round_index, newest, [_orders(values, statistics.median) for values in past.values()])
+        yield from _against_own_past(
+            round_index, newest, [_orders(values, statistics.median) for values in past.values()]
+        )
     yield from _steady(history, round_index)
 
 

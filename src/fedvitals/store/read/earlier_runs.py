@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from fedvitals.records import is_client
+from fedvitals.records import Run, is_client
 from fedvitals.store.read.metrics import values_of_everybody
 from fedvitals.store.read.reader import Reader
 
@@ -22,11 +22,15 @@ class EarlierRun:
     levels: dict[int, float]
 
 
-def earlier_runs(reader: Reader, run: str, table: str, metric: str, most: int) -> list[EarlierRun]:
-    """Return the newest runs, beside this one, with a layer table of this digest and values of the metric."""
+def earlier_runs(reader: Reader, run: Run, metric: str, most: int) -> list[EarlierRun]:
+    """Return the newest runs that began before this one, have its layers by name and shape, and measured the metric."""
+    table = next((table.digest for table in run.tables if table.rows == "parameter"), None)
+    if table is None:
+        return []
     rows = reader.database.rows(
-        "SELECT id, name FROM runs WHERE id <> ? AND tables LIKE ? ORDER BY started DESC, id DESC LIMIT ?",
-        (run, f'%"{table}"%', 4 * most),
+        "SELECT id, name FROM runs WHERE id <> ? AND started <= ? AND tables LIKE ? "
+        "ORDER BY started DESC, id DESC LIMIT ?",
+        (run.id, run.started, f'%"{table}"%', 4 * most),
     )
     runs: list[EarlierRun] = []
     for identity, name in rows:
