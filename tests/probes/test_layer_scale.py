@@ -82,7 +82,7 @@ def test_two_runs_are_compared_by_a_layer_pair_that_was_asked_for(tmp_path, caps
         page = layers_page(reader, find_run(reader, "ill"))
     sound, ill = comparison.layer_pairs["head/conv1"]
     assert sound.keys() == ill.keys() == {0, 1}
-    assert all(ill[number] > 10 * sound[number] > 0 for number in ill), (sound, ill)
+    assert ill[0] > 1e3 * sound[0] > 0
     assert "user.gsc.head/conv1" in {scale.name for scale in page.scales if scale.measured}
     (earlier,) = page.earlier_scales
     assert earlier.name == "sound"

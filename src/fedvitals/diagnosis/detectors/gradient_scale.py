@@ -69,8 +69,8 @@ def _steady(history: History, round_index: int) -> Iterator[Finding]:
         yield _finding(
             round_index,
             f"The gradient scale (GSC) {'grows' if steps[0] > 0 else 'falls'} by "
-            f"{abs(levels[-1] - levels[0]) / STEADY_ROUNDS:.1f} orders of magnitude a round, for {STEADY_ROUNDS} rounds: "
-            f"from {_scale(levels[0])} to {_scale(levels[-1])}.",
+            f"{abs(levels[-1] - levels[0]) / STEADY_ROUNDS:.1f} orders of magnitude a round, for {STEADY_ROUNDS} "
+            f"rounds: from {_scale(levels[0])} to {_scale(levels[-1])}.",
             [Number(METRIC, _number(levels[-1]), _number(levels[0]), of="own past")],
             since=round_index - STEADY_ROUNDS,
         )
