@@ -98,7 +98,7 @@ def as_round_index(number: object) -> int:
 
 _DIGITS = re.compile(r"([0-9]+)")
 _GROUP = re.compile(
-    r"(edge|cluster|ring)-[0-9]+"
+    r"(edge|cluster|ring|star)-[0-9]+"
 )  # how a topology names its groups; people may name clients «edge-box-1»
 
 
