@@ -16,16 +16,10 @@ and is no part of the bar.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from fedvitals import lab
 from fedvitals.monitor.monitor import Monitor
@@ -33,6 +27,7 @@ from fedvitals.probes.presets import Preset, preset
 from fedvitals.protocols import History
 from fedvitals.report.markup import Table
 from fedvitals.store import MemoryStore
+from fedvitals_studies.reproduce import rows as rows_of_study
 from fedvitals_studies.reproduce.conditions import SCENARIOS
 from fedvitals_studies.reproduce.paper_weights import PaperWeights
 
@@ -123,12 +118,6 @@ def todo(
                 yield wanted
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs that are stored in a folder."""
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     """Return how many runs of each network were told apart."""
     if not rows:
@@ -170,25 +159,14 @@ def _share(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description="The three scenarios, told apart by the gradient scale alone.")
-    options.add_argument("folder", type=Path)
-    options.add_argument("--runs", type=int, default=BAR_RUNS)
-    options.add_argument("--minutes", type=float, default=8.0)
+    options = rows_of_study.options("The three scenarios, told apart by the gradient scale alone.", runs=BAR_RUNS)
     options.add_argument("--networks", default=",".join(JUDGED))
     options.add_argument("--beside", action="store_true")
     chosen = options.parse_args()
-    torch.set_num_threads(1)
-    rows, end = read(chosen.folder), time.monotonic() + 60 * chosen.minutes
-    for wanted in todo(rows, chosen.networks.split(","), chosen.runs, chosen.beside):
-        if time.monotonic() > end:
-            break
-        rows.append(run(*wanted))
-        chosen.folder.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(" " + json.dumps(row) for row in rows)
-        (chosen.folder / FILE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-        print(rows[-1], flush=True)  # noqa: T201 - a study that is run by hand
-    shown = table(rows)
-    print(shown.note if shown else "Nothing was run.")  # noqa: T201
+    path = chosen.folder / FILE
+    wanted = [*todo(rows_of_study.read(path), chosen.networks.split(","), chosen.runs, chosen.beside)]
+    shown = table(rows_of_study.go_on(path, wanted, run, chosen.minutes))
+    print(shown.note if shown else "Nothing was run.")  # noqa: T201 - a study that is run by hand
 
 
 if __name__ == "__main__":
