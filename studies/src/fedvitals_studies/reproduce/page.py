@@ -337,7 +337,7 @@ def _again() -> list[Block]:
                 "#   the factorial over there: python PACK/code/run.py --study factorial --together --out OUT",
                 "fedvitals reproduce gsc --merge OUT --out docs/reproduction",
                 "#   or all of it in one command, piece after piece, until nothing is left (docs/gpu.md):",
-                "scripts/factorial --run 'COMMAND THAT RUNS {command} THERE AND BRINGS {out} BACK'",
+                "fedvitals reproduce factorial --out docs/reproduction --pieces COMMAND",
                 "# the small studies beside it, on a CPU:",
                 "python -m fedvitals_studies.reproduce.gsc_readings docs/reproduction",
                 "python -m fedvitals_studies.reproduce.one_run docs/reproduction",
