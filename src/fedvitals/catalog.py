@@ -400,6 +400,9 @@ LEVELS = (
 )
 
 
+LAYER_PAIRS = "user.gsc."  # and «upper/lower»: the gradient scale between two layers that a user asked for
+
+
 def public_name(name: str) -> str:
     """The name under which a host's own metric is stored: `user.*`, but for the few that have a meaning here."""
     return name if name in HOSTS or name.startswith("user.") else f"user.{name}"

@@ -24,6 +24,7 @@ AnyName = object
 """A node's name as a host gives it: a text, or anything that has one (an integer, an enum's member, a path, a UUID)."""
 LONGEST_RUN_ID = 200
 MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
+EARLIER_SCALES = "scale.earlier"  # an event: the gradient scale of earlier runs of the same model
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def as_round_index(number: object) -> int:
 
 _DIGITS = re.compile(r"([0-9]+)")
 _GROUP = re.compile(
-    r"(edge|cluster|ring)-[0-9]+"
+    r"(edge|cluster|ring|star)-[0-9]+"
 )  # how a topology names its groups; people may name clients «edge-box-1»
 
 

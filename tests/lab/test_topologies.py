@@ -118,6 +118,47 @@ def test_ring_trains_each_model_at_one_member_after_the_other():
     torch.testing.assert_close(run(e), model, **TOLERANCE)
 
 
+def test_a_ring_of_stars_goes_on_with_the_mean_of_the_star_before():
+    e = experiment(topology=lab.RingStars(stars=3))
+    site = lab.Site.of(e)
+    stars = [*hierarchical.assign_to_edges(site.labels, 3).values()]
+    assert [*site.groups.values()] == stars
+    model = site.layout.flat(site.module)
+    for number in range(e.rounds):
+        for members in stars:
+            model = by_samples(site, {node: sgd(site, node, number, model) for node in members})
+    torch.testing.assert_close(run(e), model, **TOLERANCE)
+
+
+def test_a_plain_ring_trains_one_model_at_one_client_after_the_other():
+    e = experiment(topology=lab.Ring())
+    site = lab.Site.of(e)
+    ((_, order),) = site.groups.items()
+    assert sorted(order) == sorted(e.nodes)
+    model = site.layout.flat(site.module)
+    for number in range(e.rounds):
+        for node in order:
+            model = sgd(site, node, number, model)
+    torch.testing.assert_close(run(e), model, **TOLERANCE)
+
+
+def test_one_star_is_centralized_bit_for_bit():
+    e = experiment(topology=lab.RingStars(stars=1))
+    assert torch.equal(run(e), run(msgspec.structs.replace(e, topology=lab.Centralized())))
+
+
+@pytest.mark.parametrize("topology", [lab.Rings(rings=3), lab.RingStars(stars=3)])
+def test_rings_have_similar_members_and_a_ring_of_stars_has_stars_that_resemble_the_whole(topology):
+    """The two ways round, since what is trained one after the other must be alike: clients there, stars here."""
+    labels = {f"c{i}": torch.eye(3)[i % 3] * 30 for i in range(9)}
+    groups = topology.fixed_groups(experiment(), labels)
+    classes = [len({int(labels[node].argmax()) for node in members}) for members in groups.values()]
+    if isinstance(topology, lab.RingStars):
+        assert min(classes) >= 2  # the largest first, each to where it fits best: not the best of all divisions
+    else:
+        assert sum(classes) <= 5  # three runs of one class each, cut at two random places
+
+
 @pytest.mark.parametrize("optimizer", [lab.SGD(), lab.Adam()])
 def test_rings_of_length_one_are_centralized_bit_for_bit(optimizer):
     e = experiment(topology=lab.Rings(rings=9), local=lab.Local(iterations=STEPS, batch=8, optimizer=optimizer))
@@ -302,6 +343,8 @@ SHIPPED = [
     lab.Clustered(threshold=0.05, smallest=2, every=1),
     lab.Hierarchical(),
     lab.Rings(),
+    lab.RingStars(stars=2),
+    lab.Ring(),
     lab.Asynchronous(),
     lab.Asynchronous(buffer=3, concurrency=7, exponent=1.0),
 ]

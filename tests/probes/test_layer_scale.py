@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GSC between any two layers, against Jacobians computed entry by entry; and GSC in every round at `standard`."""
+"""GSC between any two layers, against Jacobians computed entry by entry; and runs compared by it."""
 
 import math
 
@@ -12,6 +12,11 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.probes.layer_scale import layer_scale
 from fedvitals.probes.scale import gradient_scale
+from fedvitals.store import open_reader
+from fedvitals.store.read.queries import find_run
+from fedvitals.views.comparison.runs import compare
+from fedvitals.views.layers import layers_page
+from support.verbs import run
 
 
 def network(width=12):
@@ -61,13 +66,26 @@ def test_a_layer_that_is_not_there_is_named_and_one_that_does_not_matter_has_no_
     assert layer_scale(network(), torch.randn(2, 6), "0", "2").isnan().all()  # the wrong way round
 
 
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-@pytest.mark.parametrize("clients", [2, 5])
-def test_at_standard_every_round_of_a_small_model_has_its_gradient_scale(tmp_path, engine, clients):
-    local = lab.Local(iterations=2, batch=8)
-    experiment = lab.Experiment(dataset="digits", model="mlp", clients=clients, rounds=9, seed=7, local=local)
-    with fv.Monitor(tmp_path / "runs.db", run="small") as monitor:
-        lab.run(experiment, monitor, engine=engine)
-    with fv.open(tmp_path / "runs.db") as store:
-        frame = store["small"].metrics("scale.gsc")
-    assert set(frame["round"]) == set(range(9))
+def test_two_runs_are_compared_by_a_layer_pair_that_was_asked_for(tmp_path, capsys):
+    """It is recorded as a metric, and shown by `compare`, its page and the page of the layers beside earlier runs."""
+    store = tmp_path / "runs.db"
+    for name, scenario in (("sound", "baseline"), ("ill", "exploding")):
+        experiment = lab.Experiment(
+            dataset="digits", model=lab.paper_cnn(scenario=scenario, channels=(4, 4)), clients=2, rounds=2, seed=1,
+            local=lab.Local(iterations=1, batch=4),
+        )  # fmt: skip
+        probes = ["standard", fv.probes.layer_pair_scale("head", "conv1")]
+        with fv.Monitor(store, run=name, probes=probes) as monitor:
+            lab.run(experiment, monitor, engine="sequential")
+    with open_reader(store) as reader:
+        comparison = compare(reader, ["sound", "ill"])
+        page = layers_page(reader, find_run(reader, "ill"))
+    sound, ill = comparison.layer_pairs["head/conv1"]
+    assert sound.keys() == ill.keys() == {0, 1}
+    assert ill[0] > 1e3 * sound[0] > 0
+    assert "user.gsc.head/conv1" in {scale.name for scale in page.scales if scale.measured}
+    (earlier,) = page.earlier_scales
+    assert earlier.name == "sound"
+    assert earlier.rounds == (0, 1)
+    _, shown, _ = run(capsys, "compare", "sound", "ill", "--store", store)
+    assert "GSC of head/conv1, median over the clients" in shown

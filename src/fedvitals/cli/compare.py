@@ -195,13 +195,15 @@ def _plot(console: Any, comparison: Comparison) -> None:
     from fedvitals.cli.bars import SEVERAL, log_plot
 
     letters = "".join(side.letter for side in comparison.sides)
-    lines = log_plot(comparison.gsc, letters, max(20, console.width - 14))
-    if not lines:
-        return
-    console.print(f"[bold]GSC[/bold], median over the clients; log axis; {SEVERAL} where runs fall together")
-    for line in lines:
-        console.print(line, no_wrap=True)
-    console.print()
+    note = f", median over the clients; log axis; {SEVERAL} where runs fall together"
+    for pair, sides in [("", comparison.gsc), *comparison.layer_pairs.items()]:
+        lines = log_plot(sides, letters, max(20, console.width - 14))
+        if not lines:
+            continue
+        console.print(f"[bold]GSC[/bold]{f' of {shown(pair)}' if pair else ''}{note}")
+        for line in lines:
+            console.print(line, no_wrap=True)
+        console.print()
 
 
 def _divergences(console: Any, comparison: Comparison) -> None:

@@ -46,8 +46,9 @@ class HistorySink(Protocol):
 class LiveDetectors(Sink):
     """A sink that runs the detectors on a queue's worker, so that they take no time from the training thread.
 
-    `on_finding` is called with each finding; `on_failure` with an error and what was being done; `on_metric` with what
-    could not be judged in a round, see `abstentions`.
+    `on_finding` is called with each finding; `on_failure` with an error and what was being done; `on_record` with what
+    could not be judged in a round, see `abstentions`. `earlier` returns an event about earlier runs; it is called once,
+    before the first round is examined.
     """
 
     name = "detectors"
@@ -61,10 +62,12 @@ class LiveDetectors(Sink):
         detectors: Sequence[Detector],
         on_finding: Callable[[Finding], None],
         on_failure: Callable[[Exception, str], None],
-        on_metric: Callable[[Metric], None] = lambda _: None,
+        on_record: Callable[[Metric | Event], None] = lambda _: None,
+        earlier: Callable[[], Event | None] | None = None,
     ) -> None:
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
-        self._on_metric, self._counts = on_metric, ExaminationCounts() if compares_clients(detectors) else None
+        self._earlier = earlier
+        self._on_record, self._counts = on_record, ExaminationCounts() if compares_clients(detectors) else None
         self.outside: set[Node] = set()  # clients that trained outside of any round
         self.unseen = False  # whether the host says that it sees nothing of the training
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
@@ -98,6 +101,13 @@ class LiveDetectors(Sink):
         return None if self._counts is None else self._counts.examined()
 
     def _examine(self, round_index: int) -> None:
+        earlier, self._earlier = self._earlier, None
+        try:
+            if earlier is not None and (event := earlier()) is not None:
+                self._memory.write([event])
+                self._on_record(event)
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "reading earlier runs")
         try:
             record_attendance(self.attendance, self._memory.history(self._run), round_index, self._with_findings)
         except Exception as error:  # noqa: BLE001
@@ -109,7 +119,7 @@ class LiveDetectors(Sink):
             self._failed(error, "examining a round")
         try:
             for metric in self._counts.add(self._examination.history, round_index) if self._counts else ():
-                self._on_metric(replace(metric, where=replace(metric.where, run=self._run), at=time.time()))
+                self._on_record(replace(metric, where=replace(metric.where, run=self._run), at=time.time()))
         except Exception as error:  # noqa: BLE001
             self._failed(error, "counting what was judged")
 

@@ -70,7 +70,7 @@ class Lora(Description, frozen=True):
         for node in (*self.ranks, *self.alphas):
             require(node in experiment.nodes, "client of lora", node, f"one of c0 to {experiment.nodes[-1]}")
         topology = kind_of(type(experiment.topology).__name__)
-        if self.ranks and topology in ("hierarchical", "rings"):
+        if self.ranks and topology in ("hierarchical", "rings", "ring_stars", "ring"):
             raise ConfigError(
                 f"With the topology {topology} clients continue each other's models, so that they need one rank. Leave "
                 "ranks out of lora, or take the topology centralized."

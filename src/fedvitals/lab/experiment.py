@@ -43,10 +43,11 @@ from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.lab.topologies.hierarchical import Hierarchical
+from fedvitals.lab.topologies.ring_stars import Ring, RingStars
 from fedvitals.lab.topologies.rings import Rings
 
 AGGREGATORS = (*AVERAGING, FedNova, *DRIFT, *ROBUST, MajorityVote)
-TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
+TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, RingStars, Ring, Asynchronous)
 
 
 class Evaluation(Part, frozen=True):

@@ -37,6 +37,7 @@ from fedvitals.lab.privacy import accountant_of, protect_at_server, protect_on_c
 from fedvitals.lab.secure_aggregation import MaskedRound
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
+from fedvitals.records import is_client
 
 HOME = "home/"  # in the server's memory, which is saved: what each client keeps at home; no part of what it sends
 RULE = "aggregator/"  # before the names of what the aggregation rule keeps in the server's memory
@@ -347,7 +348,8 @@ class Federation:
         times = 1 if task.exchange is None else max(1, update.steps)
         down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
         plain = self.bytes - self.site.lacking_bytes(update.node)
-        messages.append((task.parent, update.node, plain, plain, down, "model"))
+        if not is_client(task.parent):  # in a ring the model came as the update of the client before
+            messages.append((task.parent, update.node, plain, plain, down, "model"))
         size, plain = size + self.site.vector_bytes, plain - self.site.residual_bytes
         messages.append((update.node, task.parent, size, plain, up, "update"))
         try:

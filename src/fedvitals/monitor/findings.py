@@ -15,7 +15,7 @@ from fedvitals.diagnosis.live_detectors import FindingList, LiveDetectors
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.protocols import Detector, History
-from fedvitals.records import Finding
+from fedvitals.records import Event, Finding
 from fedvitals.store import MemoryStore
 
 FINDINGS_KEPT = 20_000  # of one run in memory
@@ -86,7 +86,7 @@ def _unpacked(packed: bytes, like: bytes) -> bytes:
 class RunFindings:
     """The detectors of one run and what they have found. `memory` keeps what they look back on.
 
-    `on_finding` is called with each finding, on the detectors' thread.
+    `on_finding` is called with each finding, on the detectors' thread; `earlier` returns an event about earlier runs.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class RunFindings:
         detectors: Sequence[Detector],
         lost: LostRecords,
         on_finding: Callable[[Finding], None],
+        earlier: Callable[[], Event | None] | None = None,
     ) -> None:
+        self._earlier = earlier
         self._run, self._memory, self._detectors = spine.context.run.id, memory, detectors
         self._emission, self._guard, self._lost, self._on_finding = spine.emission, spine.guard, lost, on_finding
         self._live: LiveDetectors | None = None
@@ -106,7 +108,13 @@ class RunFindings:
         """The detectors as a sink; None where there are none. Called once, when the run opens."""
         if self._detectors:
             self._live = LiveDetectors(
-                self._run, self._memory, self._detectors, self.take, self._guard.report, self._emission.emit
+                self._run,
+                self._memory,
+                self._detectors,
+                self.take,
+                self._guard.report,
+                self._emission.emit,
+                self._earlier,
             )
         return self._live
 

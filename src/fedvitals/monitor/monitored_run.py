@@ -16,6 +16,7 @@ from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
 from fedvitals.diagnosis.history_cutoff import LOOK_BACK
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.clients import Clients
+from fedvitals.monitor.earlier_scales import earlier_scales
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.lifecycle import Lifecycle, Outputs, close_at_exit, machine_sampler
 from fedvitals.monitor.losses import LostRecords
@@ -69,7 +70,8 @@ class MonitoredRun:
         self.lost = LostRecords(spine, store)
         memory = MemoryStore(rounds=LOOK_BACK)
         self.care = CorrectionTrials(run.id, cure, spine.emission.emit, functools.partial(memory.history, run.id))
-        self.findings = RunFindings(spine, memory, detectors, self.lost, self.care.add_finding)
+        earlier = lambda: earlier_scales(store, spine.context.run)  # noqa: E731 - by then its layers are known
+        self.findings = RunFindings(spine, memory, detectors, self.lost, self.care.add_finding, earlier)
         self.tape = RunTape(tape, store, spine)
         self.outputs = Outputs(store, sinks, spine, self.findings, self.tape, profile=profile, again=again)
         sampler = machine_sampler(spine) if machine else None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedvitals.probes.gradients import gradient_histogram as gradient_histogram
     from fedvitals.probes.gradients import gradients as gradient_sums
     from fedvitals.probes.gradients import last_gradient as last_gradient
+    from fedvitals.probes.layer_scale import layer_pair_scale as layer_pair_scale
     from fedvitals.probes.layer_scale import layer_scale as gradient_scale_between
     from fedvitals.probes.nonlinearity import nonlinearity as nonlinearity_coefficient
     from fedvitals.probes.presets import Planned as Planned
@@ -40,6 +41,7 @@ _HOME = {
     "gradient_scale_between": "layer_scale:layer_scale",
     "gradient_sums": "gradients:gradients",
     "last_gradient": "gradients:last_gradient",
+    "layer_pair_scale": "layer_scale:layer_pair_scale",
     "nonlinearity_coefficient": "nonlinearity:nonlinearity",
     "preset": "presets:preset",
     "weight_sums": "weights:weights",
@@ -56,6 +58,7 @@ __all__ = [
     "gradient_scale_between",
     "gradient_sums",
     "last_gradient",
+    "layer_pair_scale",
     "nonlinearity_coefficient",
     "preset",
     "weight_sums",

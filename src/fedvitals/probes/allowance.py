@@ -6,10 +6,11 @@ batch is 3 × its samples. Whether a client is measured depends on its name, the
 or on what happened before in the same process: runs with the same seed measure the same clients on every machine, in
 one process or in many.
 
-A measurement that costs more than the client's share of its round is made once in several rounds. Two floors hold
+A measurement that costs more than the client's share of its round is made once in several rounds. Floors hold
 whatever it costs: each client is measured once in each block of `floor_rounds` rounds; and each round some client is,
-if it is known who takes part and these are at least half as many as the block has rounds, so that this floor at most
-doubles what the first one costs.
+if the block is short (the gradient scale's) or the clients of the round are at least half as many as the block has
+rounds, so that this floor at most doubles what the first one costs. In the first round, of which nobody is known to
+take part, probes with a short block measure everybody: that is how the first weights are seen.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ TRAINING = FORWARD + BACKWARD  # of each sample in a step
 CALL = 16  # samples that a forward pass counts in addition, since that of a few samples is mostly overhead
 STEP_SAMPLES = 16  # in a step, where the batch size is not known
 FIRST_SAMPLES = 2048  # at most in a client-round, where the number of steps is not known yet
+SHORT_BLOCK = 4  # rounds of a block in each of whose rounds a lone client is measured
 FLOOR_ROUNDS = 8  # rounds in which each client is measured once, unless the preset says otherwise
 ALONE = "model"  # the node of a model that is watched without a federation: due in the first round
 UNSTATED = 64  # samples through one forward pass: the work of a probe that does not state its own
@@ -59,12 +61,13 @@ class Turn:
     """What decides whether a client is measured in a round, beside its name: the same for all clients of the round.
 
     A worker process gets it along with its task. `stand_ins` are the clients that are measured because nobody else of
-    the round would be: by length of block, as (rounds, node).
+    the round would be: by length of block, as (rounds, node). `everybody`: the blocks in which all are measured.
     """
 
     round_index: int | None = None
     steps: int | None = None  # of the median client in the round before
     stand_ins: tuple[tuple[int, str], ...] = ()
+    everybody: tuple[int, ...] = ()
 
     def lag(self, node: str, block: int) -> int:
         """Return how many rounds ago, within blocks of so many rounds, the client was due; 0: in this round.
@@ -81,6 +84,7 @@ class Turns:
 
     def __init__(self, preset: Preset) -> None:
         dear = {planned.floor_rounds for planned in preset.probes if planned.percent}
+        self._first = tuple(sorted(block for block in dear if block <= SHORT_BLOCK))
         self._blocks = sorted(dear | ({preset.fit_floor_rounds} if preset.fit_percent else set()))
         self._steps: dict[str, int] = {}  # of the clients of this round
         self._handed_out = False
@@ -91,7 +95,8 @@ class Turns:
         """Begin a round: its clients are expected to be those of the round before, and to train as long."""
         before, self._steps = self._steps, {}
         steps = statistics.median_low(before.values()) if before else self.now.steps
-        self.now = Turn(round_index, steps)
+        first = self.now.round_index is None or (self.now.everybody and round_index == self.now.round_index)
+        self.now = Turn(round_index, steps, everybody=self._first if first else ())
         self.now = replace(self.now, stand_ins=self._stand_ins(before))
         self._handed_out = False
 
@@ -123,7 +128,7 @@ class Turns:
 
     def _stand_ins(self, nodes: Iterable[str]) -> tuple[tuple[int, str], ...]:
         ordered = sorted(nodes)
-        blocks = [block for block in self._blocks if 2 * len(ordered) >= block]
+        blocks = [block for block in self._blocks if 2 * len(ordered) >= block or block in self._first]
         if not ordered or not blocks:
             return ()
         chosen = ordered[(self.now.round_index or 0) % len(ordered)]
@@ -166,7 +171,7 @@ class Allowance:
         if not self.percent:
             return False
         name = node or ""
-        if (self.floor_rounds, name) in turn.stand_ins:
+        if self.floor_rounds in turn.everybody or (self.floor_rounds, name) in turn.stand_ins:
             return True
         return turn.lag(name, self.floor_rounds) % self.period(cost, work) == 0
 

@@ -6,27 +6,74 @@ the number of the latter:
 
     GSC(k, l) = (1/√n) · ‖J‖_F · ‖f_k‖ / ‖f_l‖
 
-For the logits and the input this is `scale.gsc`.
+For the logits and the input this is `scale.gsc`. As a probe of a monitor, `layer_pair_scale` records it for two layers
+that a user asks for, so that runs can be compared by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedvitals.catalog import LAYER_PAIRS
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.probes.scale import ratio
-from fedvitals.probes.view import evaluation_mode
+from fedvitals.probes.allowance import BACKWARD, CALL, FORWARD
+from fedvitals.probes.scale import IMAGES, inputs_of, ratio, seed_of
+from fedvitals.probes.view import View, evaluation_mode
 
 INPUT, OUTPUT = "input", "output"
 EXACT_UP_TO = 64  # activations of the upper layer: one backward pass for each; above, random projections
+PROJECTIONS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class layer_pair_scale:  # noqa: N801 - reads as its sibling probes, which are functions
+    """A probe: the gradient scale between two layers, GSC(upper, lower), as the metric «user.gsc.UPPER/LOWER».
+
+    Args:
+        upper: The name of the module, as in `model.named_modules()`, whose output is the upper activation; or «output».
+        lower: The same of the lower activation; or «input».
+        images: The number of the client's samples to measure on.
+    """
+
+    upper: str = OUTPUT
+    lower: str = INPUT
+    images: int = IMAGES
+
+    @property
+    def __name__(self) -> str:
+        return f"scale of {self.upper}/{self.lower}"
+
+    def work(self, samples: int) -> float:
+        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection.
+
+        Args:
+            samples: The number of samples that the client has.
+        """
+        return float(min(samples, self.images) * (FORWARD + BACKWARD * PROJECTIONS) + CALL)
+
+    def __call__(self, view: View) -> Mapping[str, Any]:
+        inputs = inputs_of(view, self.images)
+        if inputs is None:
+            return {}
+        scales = layer_scale(view.model, inputs[0], self.upper, self.lower, seed=seed_of(view))
+        finite = scales[torch.isfinite(scales)]
+        return {f"{LAYER_PAIRS}{self.upper}/{self.lower}": float(finite.mean())} if len(finite) else {}
 
 
 def layer_scale(
-    model: nn.Module, x: Tensor, upper: str = OUTPUT, lower: str = INPUT, *, projections: int = 32, seed: int = 0
+    model: nn.Module,
+    x: Tensor,
+    upper: str = OUTPUT,
+    lower: str = INPUT,
+    *,
+    projections: int = PROJECTIONS,
+    seed: int = 0,
 ) -> Tensor:
     """Return GSC(upper, lower) of each sample. The model and its gradients are left unchanged.
 

@@ -14,7 +14,8 @@
 | nonlinearity, gradient over the whole set | no | no | every fifth round |
 
 What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 4 rounds
-(fit: 2, in `light` 20), and in each round some client, if there are at least half as many clients.
+(fit: 2, in `light` 20). In each round the gradient scale of some client is measured, in the first round everybody's;
+the fit of some client, if there are at least half as many clients as rounds in its block.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "ZERO_TOTAL_WEIGHT": (Sign("update.samples"), counted("aggregation.failed")),
     "SHAPE_OR_DTYPE_MISMATCH": (counted("update.refused"),),
     "NAN_GRADIENT": (Sign("gradient.nonfinite"), Sign("gradient.norm")),
+    "GRADIENT_SCALE": (Sign("scale.gsc"), Sign("gradient", "rms", "case")),
     "EXPLODING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm_max")),
     "VANISHING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm")),
     "DEAD_UNITS": (Sign("activation.health", "dead_fraction", "case"), Sign("update", "sparsity", "case")),

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, LAYER_PAIRS
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
 from fedvitals.stats import Array, derive
 from fedvitals.store.read import queries
+from fedvitals.store.read.earlier_runs import earlier_runs
 from fedvitals.store.read.layer_history import LayerHistory, layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
@@ -36,6 +37,7 @@ WORDS = {  # statistics that the page offers: what each says, and how it is draw
 NODES = 500  # names that are offered
 LINES = 12  # rounds in the profile over the depth
 AVERAGES = 8  # layers as lines; more are a heat map
+EARLIER_RUNS = 3
 SCALES = ("scale.gsc", "scale.sensitivity", "nonlinearity.nlc")
 HEALTH = {"dead_fraction": "dead units", "saturated_fraction": "saturated units"}
 
@@ -115,6 +117,16 @@ class ScaleKnown:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierScale:
+    """The gradient scale of an earlier run of the same model: the clients' median in each round."""
+
+    run: str
+    name: str
+    rounds: tuple[int, ...]
+    values: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class LayersPage:
     """Everything that the page of the layers shows."""
 
@@ -133,6 +145,7 @@ class LayersPage:
     averages: Averages | None
     health: tuple[UnitHealth, ...]
     scales: tuple[ScaleKnown, ...]
+    earlier_scales: tuple[EarlierScale, ...]  # GSC of the last runs of the same model, to compare with
     total_rounds: int
     thinned: bool  # not every round was read
     missing: tuple[str, ...]  # what was not measured, and how to get it
@@ -187,6 +200,7 @@ def layers_page(
         averages=averages(gradient, _described(reader, run, gradient.layers), first, last),
         health=_health(reader, run, node, first, last, columns) if "activation.health" in known else (),
         scales=_scales(set(queries.metric_names(reader, run))),
+        earlier_scales=_earlier_scales(reader, run),
         total_rounds=history.total,
         thinned=history.thinned,
         missing=tuple(_missing(known, family, history)),
@@ -307,7 +321,17 @@ def _scales(measured: set[str]) -> tuple[ScaleKnown, ...]:
     for name in SCALES:
         measure = CATALOG[name]
         scales.append(ScaleKnown(name, measure.meaning, measure.formula, name in measured, measure.needs))
+    for name in sorted(measured):
+        if name.startswith(LAYER_PAIRS):
+            upper, _, lower = name.removeprefix(LAYER_PAIRS).partition("/")
+            formula = f"(1/√n)·‖J‖_F·‖{upper}‖ / ‖{lower}‖"
+            scales.append(ScaleKnown(name, f"gradient scale of {upper}/{lower}", formula, True, ""))
     return tuple(scales)
+
+
+def _earlier_scales(reader: Reader, run: str) -> tuple[EarlierScale, ...]:
+    runs = earlier_runs(reader, queries.get_run(reader, run), SCALES[0], EARLIER_RUNS)
+    return tuple(EarlierScale(e.id, e.name, tuple(e.levels), json_numbers([*e.levels.values()])) for e in runs)
 
 
 def _missing(known: Sequence[str], family: str, history: LayerHistory) -> list[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from fedvitals.analysis.traffic import TELEMETRY, AccuracyMilestone, Flow, RoundTraffic, Traffic, accuracy_milestones
+from fedvitals.catalog import LAYER_PAIRS
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
@@ -41,6 +42,7 @@ class Figures:
     growth_bytes: float | None  # of the resident memory, from the first round to the last; the worst node's
     norms: Mapping[str, ValuesByRound]  # of each client's update
     gsc: ValuesByRound  # median over the clients
+    layer_pairs: Mapping[str, ValuesByRound]  # the same between two layers that the user asked for, by «upper/lower»
     traffic: Traffic
     reached: tuple[AccuracyMilestone, ...]
     cases: tuple[Case, ...]
@@ -67,6 +69,11 @@ def figures_of(reader: Reader, run: str) -> Figures:
         growth_bytes=(growth(values_of_everybody(reader, run, PEAKS[-1])) or (None,))[0],
         norms={node: by_round for node, by_round in norms.items() if node is not None and is_client(node)},
         gsc=federation(reader, run, "scale.gsc"),
+        layer_pairs={
+            name.removeprefix(LAYER_PAIRS): federation(reader, run, name)
+            for name in queries.metric_names(reader, run)
+            if name.startswith(LAYER_PAIRS)
+        },
         traffic=traffic,
         reached=accuracy_milestones(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
         cases=cases,

@@ -22,7 +22,7 @@ from fedvitals.store.read.transfers import Message, messages_of_round
 from fedvitals.time_parts import SERVER
 from fedvitals.views.cases import case_key, cases_of, failures_by_client
 
-KINDS = {"hierarchical": "tree", "clustered": "clusters", "rings": "rings"}
+KINDS = {"hierarchical": "tree", "ring_stars": "tree", "clustered": "clusters", "rings": "rings", "ring": "rings"}
 DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are well are counted
 MOST_DOTS = 1500  # of other pictures than trees, whose leaves stand in one line
 ILL = 120  # of these, at most so many that are ill

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The factorial: its cells, its score, what follows from it, and its part of the page; on invented results."""
 
-from fnmatch import fnmatchcase
-
 import pytest
 
 from fedvitals_studies.reproduce import factorial, factorial_page
 from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Reading, quick_factorial
-from fedvitals_studies.reproduce.parallel import shares
+from fedvitals_studies.reproduce.parallel import SECONDS, shares
 from fedvitals_studies.reproduce.results import KNOWN_GTSRB, Results, save
+from fedvitals_studies.reproduce.study import Job
 from support import invented_results as invented
 
 CELLS = [condition for condition in FACTORIAL if condition.study == "factorial"]
@@ -49,14 +48,22 @@ def test_the_cells_are_all_combinations_of_what_the_paper_leaves_open():
     assert {c.every_iteration for c in CELLS if c.topology == "hierarchical"} == {True}
 
 
-def test_processes_that_share_a_gpu_have_each_cell_once():
-    named = [
-        condition.name
-        for patterns in shares().values()
-        for condition in FACTORIAL
-        if any(fnmatchcase(condition.name, pattern) for pattern in patterns)
+def test_processes_that_share_a_gpu_have_each_cell_once_and_as_much_to_do():
+    """Also when some cells are nearly done: unpooled runs and those that measure every iteration take far longer."""
+    left = [Job(cell, repeat) for cell in CELLS for repeat in range(1 if cell.topology == "clustered" else 5)]
+    dealt = shares(left)
+    assert len(dealt) == 8
+    assert sorted(name for names in dealt.values() for name in names) == sorted(cell.name for cell in CELLS)
+    expected = [
+        sum(
+            SECONDS[job.condition.pool != "none", job.condition.every_iteration]
+            for job in left
+            if job.condition.name in n
+        )
+        for n in dealt.values()
     ]
-    assert sorted(named) == sorted(condition.name for condition in CELLS)
+    assert max(expected) < 1.35 * min(expected)
+    assert [*shares([Job(CELLS[0], 4)]).values()] == [(CELLS[0].name,)]
 
 
 def test_the_reading_that_shows_what_the_paper_saw_is_the_likeliest(whole):

@@ -19,8 +19,9 @@ from fedvitals_studies.packs.pack import pack
 from fedvitals_studies.reproduce import bundle, piece
 from fedvitals_studies.reproduce import data as reproduce_data
 from fedvitals_studies.reproduce.claims import read, verdicts
-from fedvitals_studies.reproduce.conditions import BY_NAME, CONDITIONS, richly
+from fedvitals_studies.reproduce.conditions import BY_NAME, CONDITIONS, FACTORIAL, quick_factorial, richly
 from fedvitals_studies.reproduce.conditions import quick as in_quick
+from fedvitals_studies.reproduce.pieces import ARGUMENTS, run_pieces
 from fedvitals_studies.reproduce.results import Results, save
 from fedvitals_studies.reproduce.results import load as load_result
 from fedvitals_studies.reproduce.study import measure_all, plan
@@ -28,6 +29,7 @@ from fedvitals_studies.reproduce.verdicts import sentences, stand_ins
 from support import invented_results as invented
 
 ENTRY = "fedvitals_studies.reproduce.piece:main"
+CELLS_OF_TWO_PIECES = tuple(f"under-pool-scaled-fresh-initial-centralized-{word}" for word in ("unclipped", "clipped"))
 
 
 @pytest.fixture
@@ -333,3 +335,37 @@ def test_a_sentence_that_another_choice_overturns_depends_on_it(invented_results
     (zero,) = [s for s in sentences(found, Results(changed), choices) if s.readings[0].claim.id == "4.1"]
     assert zero.kind == "depends"
     assert "pixels: 0 to 255: not reproduced (ours, cut alike: reproduced)" in zero.words
+
+
+# -- piece after piece -------------------------------------------------------------------------------------------------
+
+
+def test_pieces_go_on_until_nothing_is_left(tmp_path):
+    """Of two cells the first piece brings one, the second the other; then it ends."""
+    cells = [quick_factorial(c, "digits") for c in FACTORIAL if c.name in CELLS_OF_TWO_PIECES]
+    (tmp_path / "pack" / "code").mkdir(parents=True)
+    calls, script = tmp_path / "calls", tmp_path / "run.py"
+    calls.write_text("")
+    script.write_text(
+        "import sys, pathlib\nfrom fedvitals_studies.reproduce.piece import main\n"
+        f"calls = pathlib.Path({str(calls)!r})\n"
+        "words = sys.argv[1:]\n"
+        "if '--merged' not in words:\n"
+        "    calls.write_text(calls.read_text() + 'x')\n"
+        f"    words += ['--only', {cells[0].name!r}]\n"
+        f"    words += ['--only', {cells[1].name!r}] * (calls.read_text() != 'x')\n"
+        "sys.exit(main(words))\n"
+    )
+    command = f'{sys.executable} {script} $PIECE --device cpu --dataset digits --work {tmp_path / "work"} --out "$OUT"'
+    here, words = tmp_path / "here", []
+
+    def pieces(command, left):
+        arguments = f"{ARGUMENTS} --quick --repeats 1 --minutes 5"
+        run_pieces(command, here, tmp_path / "pack" / "code", left, cells, arguments, words.append)
+
+    pieces(command, lambda: len(plan(here, cells, 1).todo))
+    assert words == ["2 runs left.", "1 runs left."]
+    assert calls.read_text() == "xx"
+    assert not plan(here, cells, 1).todo
+    with pytest.raises(ConfigError, match="exit code 3 and brought no results; 1 runs are left"):
+        pieces("exit 3", lambda: 1)

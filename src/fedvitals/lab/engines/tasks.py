@@ -38,7 +38,7 @@ class Task:
         exchange: What members do with their states between local iterations; None: nothing.
         every: Local iterations between two exchanges.
         iterations: The number of local iterations, instead of the experiment's.
-        parent: Who hands out the model and takes the updates.
+        parent: Who hands out the model and takes the updates; a client in a ring takes them only.
         local: Settings instead of the experiment's: a correction.
         stop_at_nonfinite: Whether a loss that is not finite ends a client's training: a correction.
         homes: What each member has at home, flat.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models circulate in small rings, then the server averages them all.
+"""Hybrid STAR-rings (Lee et al. 2020, arXiv 2012.03214): models circulate in rings, then the server averages.
 
 In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring are
 similar, because sequential training forgets where their distributions vary.

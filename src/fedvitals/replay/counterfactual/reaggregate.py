@@ -20,6 +20,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.federation import ServerState
 from fedvitals.lab.topologies.hierarchical import Hierarchical
+from fedvitals.lab.topologies.ring_stars import Ring, RingStars
 from fedvitals.lab.topologies.rings import Rings
 from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.player.player import Player, flattened
@@ -178,6 +179,11 @@ def _refuse_unknowable(player: Player, change: WhatIfChange, first: int, last: i
         raise ConfigError(
             "Without its faults a client would have sent something else, and nobody can know what without training: "
             "a fork does («fork no faults», fork(player, round, change, store=...))."
+        )
+    if isinstance(experiment.topology, Ring | RingStars) and (change.drop or change.weights):
+        raise ConfigError(
+            "In a ring everybody goes on with what the clients before it have trained, so nobody can know what they "
+            "would have sent without one of them. Train again: fork(player, round, change, store=...)."
         )
     if not isinstance(experiment.topology, Hierarchical | Rings):
         return

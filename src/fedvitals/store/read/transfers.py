@@ -37,7 +37,7 @@ def flows_by_round(reader: Reader, run: str, kind: str) -> list[tuple[Any, ...]]
     """
     symbols = reader.database.rows(
         "SELECT id, text FROM symbol WHERE text = 'server' OR text LIKE 'edge-%' OR text LIKE 'cluster-%' "
-        "OR text LIKE 'ring-%'"
+        "OR text LIKE 'ring-%' OR text LIKE 'star-%'"
     )
     others = ", ".join(str(int(number)) for number, name in symbols if not is_client(name)) or "0"
     return reader.database.rows(

@@ -174,6 +174,10 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
         drawn(
             "gsc", "gradient scale coefficient (GSC)", "", "log0", lambda f: f.gsc, "median over the clients, log axis"
         ),
+        *(
+            drawn(f"gsc {pair}", f"GSC of {pair}", "", "log0", lambda f, pair=pair: f.layer_pairs.get(pair, {}))
+            for pair in sorted({pair for side in sides for figures in side for pair in figures.layer_pairs})
+        ),
         drawn(
             "seconds", "round time", "seconds", "linear", lambda f: f.virtual_seconds if virtual else f.seconds, clock
         ),

@@ -88,6 +88,7 @@ class Comparison:
     rows: tuple[ComparisonRow, ...]
     troubles: tuple[Trouble, ...]
     gsc: tuple[Mapping[int, float], ...]  # for each side, by round: median over clients, then over repeats
+    layer_pairs: Mapping[str, tuple[Mapping[int, float], ...]]  # the same between two layers, by «upper/lower»
     partings: tuple[DivergencePoint, ...]  # of the first side from each other one
     settings: tuple[Setting, ...]  # in which the sides differ
     confidence: str  # what may be concluded, in a sentence
@@ -128,7 +129,11 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
         tuple(opening),
         tuple(rows),
         _troubles(sides),
-        tuple(_gsc(side) for side in sides),
+        tuple(_middle(figures.gsc for figures in side) for side in sides),
+        {
+            pair: tuple(_middle(figures.layer_pairs.get(pair, {}) for figures in side) for side in sides)
+            for pair in sorted({pair for side in sides for figures in side for pair in figures.layer_pairs})
+        },
         tuple(divergence_point(sides[0], other) for other in sides[1:]),
         tuple(s for s in all_settings([[f.run for f in side] for side in sides]) if s.differs),
         _confidence(sides, rows),
@@ -312,10 +317,11 @@ def _key(case: Case) -> tuple[str, str]:
     return case.issue, ", ".join(word for word in words if word) or "the whole run"
 
 
-def _gsc(side: Iterable[Figures]) -> dict[int, float]:
+def _middle(repeats: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """Return the median over repeats of a value by round."""
     by_round: dict[int, list[float]] = {}
-    for figures in side:
-        for number, value in figures.gsc.items():
+    for values_by_round in repeats:
+        for number, value in values_by_round.items():
             by_round.setdefault(number, []).append(value)
     finite = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
     return {number: median(values) if values else math.nan for number, values in finite.items()}

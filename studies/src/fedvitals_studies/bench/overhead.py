@@ -27,7 +27,7 @@ from fedvitals.kernels import GradientRecorder
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.hooks import StepHooks
-from fedvitals.probes.presets import LOSS_ROUNDS, Preset, preset
+from fedvitals.probes.presets import LOSS_ROUNDS, SCALE_ROUNDS, Preset, preset
 from fedvitals.probes.scale import scale
 from fedvitals_studies.bench.gpt import GPT, VOCABULARY
 from fedvitals_studies.bench.other_watchers import CockpitHooks, WandbWatch
@@ -40,7 +40,8 @@ Tell = Callable[[str], None]
 SIZE = Size(clients=2, steps=3, batch=4, tokens=128, vocabulary=VOCABULARY)  # of the language model's rounds
 
 
-PARTS = ("steps", "rounds", "data", "llm", "others")
+PARTS = ("steps", "rounds", "data", "gsc", "llm", "others")
+SCALE_ALONE = "gradient scale in every round"
 DATA_SIGNS = "tap and data channel"
 GPT_NAME = "gpt"  # the language model, in rows
 SCALED = "standard with scale"
@@ -55,6 +56,8 @@ BARS = {  # per cent, by what is measured, model and who measures
     ("rounds", "demo", SCALED): 6.0,  # gradient scale of some clients in every round
     ("data", "paper-cnn", DATA_SIGNS): 2.0,
     ("data", "demo", DATA_SIGNS): 2.0,
+    ("gsc", "paper-cnn", SCALE_ALONE): 3.0,
+    ("gsc", "demo", SCALE_ALONE): 3.0,
     ("llm", GPT_NAME, "standard"): 4.0,
 }
 
@@ -63,8 +66,9 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
     """Rows for the table. `only`: some of PARTS.
 
     `steps`: statistics per step on four models. `rounds`: the whole monitor per round on two federations. `data`: what
-    training losses by class and the description of data add to such a round. `llm`: the whole monitor on a language
-    model, at `standard` without gradient scale. `others`: what people take instead of us, on the same model.
+    training losses by class and the description of data add to such a round. `gsc`: what the gradient scale adds.
+    `llm`: the whole monitor on a language model, at `standard` without gradient scale. `others`: what people take
+    instead of us, on the same model.
     """
     parts = [part for part in PARTS if not only or part in only]
     threads = torch.get_num_threads()
@@ -80,6 +84,9 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
         for workload in (WORKLOADS[1], _DEMO) if "data" in parts else ():
             tell(f"tap and data channel per round: {workload.name}")
             rows += _judged("data", _data_signs(workload, cycles=1 if quick else 12))
+        for workload in (WORKLOADS[1], _DEMO) if "gsc" in parts else ():
+            tell(f"gradient scale per round: {workload.name}")
+            rows += _judged("gsc", _gradient_scale(workload, cycles=1 if quick else 15))
         for part in [name for name in ("llm", "others") if name in parts]:
             tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
             rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))
@@ -218,33 +225,62 @@ def _federation(workload: Workload) -> tuple[Any, list[DataLoader[Any]]]:
 def _data_signs(workload: Workload, cycles: int) -> list[Row]:
     """What the tap (training losses by class) and the data channel add to a round, as a share of the bare round.
 
-    Two monitors that differ by them alone take turns, round by round. The tap measures one round in LOSS_ROUNDS, so as
-    many rounds are added up before anything is compared: a median over single rounds would not see it. Data that stay
-    the same are described in the first round, which is not counted; what that takes once is a row of its own.
+    Data that stay the same are described in the first round, which is not counted; what that takes once is a row of
+    its own.
+    """
+
+    def without(folder: Path) -> Monitor:
+        monitor = Monitor(folder / "without.db", probes=replace(without_scale(), training_losses=0), strict=True)
+        monitor.host.monitored.kit.data = _NoData()  # type: ignore[union-attr]
+        return monitor
+
+    bare, added = _added(workload, without_scale(), without, cycles, LOSS_ROUNDS)
+    loaders, began = _federation(workload)[1], time.process_time()
+    for index, loader in enumerate(loaders):
+        DataWatch().look(f"c{index}", loader)
+    described = 100 * (time.process_time() - began) * LOSS_ROUNDS / bare
+    common = {"what": "tap and data channel per round", "model": workload.name, "pairs": cycles}
+    once = {**common, "by": "description of new data, once", "overhead_percent": described}
+    return [{**common, "by": DATA_SIGNS, **added}, once]
+
+
+def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
+    """What the gradient scale in every round, each client's once in SCALE_ROUNDS, adds to a round at `standard`."""
+    _, added = _added(
+        workload,
+        preset("standard"),
+        lambda folder: Monitor(folder / "without.db", probes=without_scale(), strict=True),
+        cycles,
+        SCALE_ROUNDS,
+    )
+    return [{"what": "gradient scale per round", "model": workload.name, "pairs": cycles, "by": SCALE_ALONE, **added}]
+
+
+def _added(
+    workload: Workload, whole: Preset, without: Callable[[Path], Monitor], cycles: int, block: int
+) -> tuple[float, Row]:
+    """Return the bare time of a block of rounds, and what one monitor takes beyond another as a share of it.
+
+    The two take turns, round by round. What is measured in one round of a block only is seen once the block is added
+    up: a median over single rounds would not see it.
     """
     start, loaders = _federation(workload)
-    whole = without_scale()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        without = Monitor(Path(folder) / "without.db", probes=replace(whole, training_losses=0), strict=True)
-        without.host.monitored.kit.data = _NoData()  # type: ignore[union-attr]
-        monitors = {"with": Monitor(Path(folder) / "with.db", probes=whole, strict=True), "without": without}
+        monitors = {
+            "with": Monitor(Path(folder) / "with.db", probes=whole, strict=True),
+            "without": without(Path(folder)),
+        }
         arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
         for name, monitor in monitors.items():
             arms[name] = _counted(workload, start, loaders, stack.enter_context(monitor))
         for arm in [*arms.values()] * 2:
             arm()
-        rounds = _interleaved(arms, cycles * LOSS_ROUNDS)
-    began = time.process_time()
-    for index, loader in enumerate(loaders):
-        DataWatch().look(f"c{index}", loader)
-    described = 100 * (time.process_time() - began) / float(np.median(rounds["bare"]))
-    common = {"what": "tap and data channel per round", "model": workload.name, "pairs": cycles}
-    times = {name: np.reshape(own, (cycles, LOSS_ROUNDS)).sum(axis=1).tolist() for name, own in rounds.items()}
+        rounds = _interleaved(arms, cycles * block)
+    times = {name: np.reshape(own, (cycles, block)).sum(axis=1).tolist() for name, own in rounds.items()}
     added = [b + w - o for b, w, o in zip(times["bare"], times["with"], times["without"], strict=True)]
     quickest = {name: float(np.percentile(own, 10)) for name, own in times.items()}
     quiet = 100 * (quickest["with"] - quickest["without"]) / quickest["bare"]
-    once = {**common, "by": "description of new data, once", "overhead_percent": described}
-    return [{**common, "by": DATA_SIGNS, **_overhead(times["bare"], added), "quiet_percent": quiet}, once]
+    return float(np.median(times["bare"])), {**_overhead(times["bare"], added), "quiet_percent": quiet}
 
 
 class _NoData(DataWatch):

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
+from fedvitals_studies.reproduce import clusters, factorial_page, gsc_readings, one_run, rows
 from fedvitals_studies.reproduce import extra_conditions as beyond
-from fedvitals_studies.reproduce import factorial_page
 from fedvitals_studies.reproduce import verdicts as standings
 from fedvitals_studies.reproduce.claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
 from fedvitals_studies.reproduce.conditions import CONDITIONS
@@ -27,6 +28,7 @@ PAPER = (
     "Bogacka, Danilenka, Wasielewska-Michniewska, «Gradient scale monitoring for federated learning systems», "
     "JAMRIS 3/2024"
 )
+SEEDS = 5  # that a verdict is to rest on
 MARKS = {"reproduced": "●", "partly": "◐", "not": "○", "not testable": "∅", "not run": "–"}
 SIGNS = {"at least": "≥", "at most": "≤"}
 STUDIED = tuple(condition.name for condition in CONDITIONS if condition.study in {"initial", "extended"})
@@ -80,7 +82,8 @@ def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
     outcome = Outcome(tuple(found), against, done, files)
     costs = folder / "costs.json"
     measured = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None
-    blocks = _blocks(results, outcome, pictures, read(claims)[1], measured, factorial_page.blocks(everything))
+    beside = {study: study.table(rows.read(folder / study.FILE)) for study in (gsc_readings, one_run, clusters)}
+    blocks = _blocks(results, outcome, pictures, read(claims)[1], measured, factorial_page.blocks(everything), beside)
     folder.mkdir(parents=True, exist_ok=True)
     files[0].write_text(markdown(blocks), encoding="utf-8")
     files[1].write_text(page(blocks, f"fedvitals: {outcome.standing}"), encoding="utf-8")
@@ -123,7 +126,9 @@ def _blocks(
     choices: Sequence[Choice],
     costs: Mapping[str, Any] | None,
     factorial: Sequence[Block],
+    small_studies: Mapping[ModuleType, Table | None],
 ) -> list[Block]:
+    shown = {study: [table] if table is not None else [] for study, table in small_studies.items()}
     blocks: list[Block] = [
         Heading(1, f"Gradient scale monitoring: {outcome.standing[0].lower()}{outcome.standing[1:]}"),
         *_opening(results, outcome),
@@ -133,6 +138,7 @@ def _blocks(
         *factorial,
         Heading(2, "The claims"),
         _summary(outcome),
+        *shown[gsc_readings],
         Heading(2, "The figures"),
     ]
     for figure in FIGURES:
@@ -144,6 +150,8 @@ def _blocks(
     blocks += [
         standings.whole_set_table(results),
         beyond.model_table(results),
+        *shown[one_run],
+        *shown[clusters],
         Heading(2, "Where the paper is silent"),
         beyond.sensitivity_table(results, choices),
         Heading(2, "What the metrics cost"),
@@ -175,7 +183,19 @@ def _opening(results: Results, outcome: Outcome) -> list[Block]:
         blocks.append(Points(tuple(f"{what}: {said}" for what, said in _facts(results, outcome, studied).items())))
     said = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
     blocks.append(Text(f"**Of {len(outcome.verdicts)} checked readings: {said}.**"))
+    blocks.append(Text(_seeds(outcome)))
     return blocks
+
+
+def _seeds(outcome: Outcome) -> str:
+    """On how many seeds the verdicts rest; each repeat has a seed of its own."""
+    judged = [verdict for verdict in outcome.verdicts if verdict.verdict not in {"not run", "not testable"}]
+    enough = sum(verdict.repeats >= SEEDS for verdict in judged)
+    fewest = _span([verdict.repeats for verdict in judged]) if judged else "0"
+    return (
+        f"Seeds, one for each repeat, stand beside every claim. Of {len(judged)} verdicts that could fall either way, "
+        f"{enough} rest on {SEEDS} seeds or more (the bar: all); the seeds of a verdict are {fewest}."
+    )
 
 
 def _facts(results: Results, outcome: Outcome, studied: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -247,7 +267,7 @@ def _summary(outcome: Outcome) -> Table:
     )
     return Table(
         "What the paper says, and what we see",
-        ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "repeats"),
+        ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "seeds"),
         rows,
         "● all checks in all repeats; ◐ some, or only the easier threshold; ○ none; ∅ not testable: the checks could "
         "only pass, or only fail; – not run. A reading is named where the paper's words allow two.",
@@ -316,6 +336,12 @@ def _again() -> list[Block]:
                 "fedvitals reproduce gsc --pack PACK  # carry it there; there: python PACK/code/run.py --out OUT",
                 "#   the factorial over there: python PACK/code/run.py --study factorial --together --out OUT",
                 "fedvitals reproduce gsc --merge OUT --out docs/reproduction",
+                "#   or all of it in one command, piece after piece, until nothing is left (docs/gpu.md):",
+                "fedvitals reproduce factorial --out docs/reproduction --pieces COMMAND",
+                "# the small studies beside it, on a CPU:",
+                "python -m fedvitals_studies.reproduce.gsc_readings docs/reproduction",
+                "python -m fedvitals_studies.reproduce.one_run docs/reproduction",
+                "python -m fedvitals_studies.reproduce.clusters docs/reproduction",
             )
         ),
         Text(

@@ -28,7 +28,7 @@ from fedvitals_studies.reproduce.conditions import (
 from fedvitals_studies.reproduce.factorial import REPEATS, phases
 from fedvitals_studies.reproduce.parallel import run_shares
 from fedvitals_studies.reproduce.results import Result
-from fedvitals_studies.reproduce.study import default_measure, measure_all
+from fedvitals_studies.reproduce.study import default_measure, measure_all, plan
 
 BETWEEN_WRITES = 20.0  # seconds: what a machine that is taken back could lose
 TOO_MUCH = 60 << 30  # bytes that torch keeps of earlier runs' graphs, before they are given back
@@ -69,7 +69,10 @@ def _run(options: argparse.Namespace) -> int:
         have = [packed, *options.have] if packed.exists() and not options.quick else options.have
         bundle.merge(work, have, everything)
     if options.together:
-        return run_shares(sys.argv[0], _of_a_share(options, work), options.out)
+        cells = [c for c in map(small, FACTORIAL) if c.study == "factorial"]
+        left = plan(work, chosen(cells, options.only), options.repeats or REPEATS, options.device).todo
+        if left:  # else what follows from the cells, which is short
+            return run_shares(sys.argv[0], _of_a_share(options, work), options.out, left)
     piece = Piece(options.out / f"results-{int(began)}.json.gz")
     failed: list[str] = []
     try:

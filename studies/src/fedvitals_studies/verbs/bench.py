@@ -31,7 +31,7 @@ PARTS = (
 FOLDERS = ("flower", "gpu", "lab", "profile", "replay", "ui")  # several modules each; `bars` measures them all
 LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these say how far they are
 BARS = {
-    "overhead": ("steps", "rounds", "data", "llm", "others"),
+    "overhead": ("steps", "rounds", "data", "gsc", "llm", "others"),
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "scale": ("throughput", "growth"),
     "flower": ("lines", "cnn", "large", "faults"),

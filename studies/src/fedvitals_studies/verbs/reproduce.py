@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fedvitals_studies.reproduce.study import Job, Progress
 
 
+ENTRY = "fedvitals_studies.reproduce.piece:main"  # what a pack's run.py calls
+
+
 @click.command()
 @click.argument("study", type=click.Choice(["gsc", "factorial"]))
 @click.option("--quick", is_flag=True, help="A rehearsal: 10 clients, 6 rounds, digits where GTSRB is not there.")
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 @click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
 @click.option(
+    "--pieces",
+    default=None,
+    metavar="COMMAND",
+    help="With factorial: pack, run COMMAND for one piece after the other, and merge, until nothing is left.",
+)
+@click.option(
     "--merge", multiple=True, metavar="FILE|DIR", help="Take in the results of a pack's run; then draw the page."
 )
 @json_option
@@ -55,6 +64,7 @@ def command(
     part: int,
     python: str,
     wheel: tuple[str, ...],
+    pieces: str | None,
     merge: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -68,9 +78,10 @@ def command(
     `gsc` shows both.
 
     For a GPU that is lent for minutes, with torch, Triton and numpy on it: --pack writes a folder to carry there,
-    its run.py works in pieces, and --merge brings their results home.
+    its run.py works in pieces, and --merge brings their results home. --pieces does it all: its shell command has to
+    run `python $PACK/code/run.py $PIECE --out …` over there and bring the results into $OUT.
     """
-    _require_one_purpose(pack, merge, page_only, wheel)
+    _require_one_purpose(pack, merge, page_only or bool(pieces), wheel if not pieces else ())
     place = Path(data) if data else None
     if pack is not None:
         _pack(Path(pack), Path(out or "reproduction"), part, place, python, [*map(Path, wheel)], as_json=as_json)
@@ -87,6 +98,8 @@ def command(
     failed: list[str] = []
     if merge:
         _merge(folder, merge, everything)
+    elif pieces is not None:
+        _pieces(pieces, folder, small, everything, only, repeats, minutes, place, python, [*map(Path, wheel)], quick)
     elif not page_only:
         named = [(conditions, REPEATS if study == "factorial" else 3)]
         for some, usual in phases(folder, small) if study == "factorial" and not only else named:
@@ -148,6 +161,40 @@ def _merge(folder: Path, files: Sequence[str], conditions: Sequence[Condition]) 
     click.echo(f"{count} results taken into {folder / 'results'}", err=True)
 
 
+def _pieces(
+    command: str,
+    folder: Path,
+    small: Callable[[Condition], Condition],
+    everything: Sequence[Condition],
+    only: Sequence[str],
+    repeats: int | None,
+    minutes: float | None,
+    data: Path | None,
+    python: str,
+    wheels: list[Path],
+    quick: bool,
+) -> None:
+    import tempfile
+
+    from fedvitals_studies.packs.pack import pack
+    from fedvitals_studies.reproduce.conditions import FACTORIAL, chosen
+    from fedvitals_studies.reproduce.data import packed_gtsrb
+    from fedvitals_studies.reproduce.factorial import REPEATS
+    from fedvitals_studies.reproduce.pieces import ARGUMENTS, run_pieces, runs_left
+    from fedvitals_studies.reproduce.study import plan
+
+    def left() -> int:
+        if not only:
+            return runs_left(folder, small, repeats)
+        return len(plan(folder, chosen([*map(small, FACTORIAL)], only), repeats or REPEATS).todo)
+
+    words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only '{name}'" for name in only)]
+    words += [f"--repeats {repeats}"] * (repeats is not None) + ["--quick"] * quick
+    with tempfile.TemporaryDirectory() as place, packed_gtsrb(data) as files:
+        made = pack(Path(place) / "pack", data=files, entry=ENTRY, python=python, wheels=wheels)
+        run_pieces(command, folder, made.code, left, everything, " ".join(words), _tell)
+
+
 def _pack(
     folder: Path, done: Path, part: int, data: Path | None, python: str, wheels: list[Path], *, as_json: bool
 ) -> None:
@@ -155,9 +202,8 @@ def _pack(
     from fedvitals_studies.reproduce import bundle
     from fedvitals_studies.reproduce.data import packed_gtsrb
 
-    entry = "fedvitals_studies.reproduce.piece:main"
     with packed_gtsrb(data) as files:
-        made = pack(folder, data=files, entry=entry, python=python, wheels=wheels, part_bytes=part << 20)
+        made = pack(folder, data=files, entry=ENTRY, python=python, wheels=wheels, part_bytes=part << 20)
     bundle.write_done(made.code / bundle.DONE, done)
     told = {str(part): size(part) for part in (made.code, *made.parts)}
     if as_json:

@@ -5,6 +5,7 @@ import { decodeGrid, of } from "../api.js";
 import { Axis, bindAxis, heatMap, lineChart } from "../charts/index.js";
 import { mapColour, onTheme, theme } from "../colour.js";
 import { fill, h } from "../dom.js";
+import { runLink } from "../params.js";
 import { ask, chooser, closer, COLUMNS, lineOf, POINTS, remade, shownOf } from "../parts/band.js";
 import { distributionPanel } from "../parts/distribution.js";
 import { empty } from "../parts/states.js";
@@ -109,17 +110,21 @@ export function view(root, ctx) {
       }
       const place = curves.get(one.name);
       if (!one.measured) {
-        fill(place.host, h("div", { class: "chart" }, h("div", { class: "chart-head" }, h("span", { class: "chart-title", text: NAMES[one.name] })), empty("Not measured.", `Needs ${one.needs}.`)));
+        fill(place.host, h("div", { class: "chart" }, h("div", { class: "chart-head" }, h("span", { class: "chart-title", text: NAMES[one.name] ?? one.meaning })), empty("Not measured.", `Needs ${one.needs}.`)));
         continue;
       }
       if (!place.chart) {
         fill(place.host);
-        place.chart = lineChart(place.host, { title: NAMES[one.name], unit: "1", axis, height: 170, scale: "log0", onRound });
+        place.chart = lineChart(place.host, { title: NAMES[one.name] ?? one.meaning, unit: "1", axis, height: 170, scale: "log0", onRound });
       }
       const { band, series } = curvesNow[i];
+      const earlier = one.name === "scale.gsc" ? found.earlier_scales : [];
       place.chart.update({
         bands: band?.rounds.length ? [{ ...band, name: "clients" }] : [],
-        series: series.map((line) => lineOf(line)),
+        series: [
+          ...series.map((line) => lineOf(line)),
+          ...earlier.map((past, at) => ({ name: `${past.name} (earlier run)`, rounds: past.rounds, values: past.values, dash: true, index: 1 + at, href: runLink(past.run, "layers") })),
+        ],
         note: [one.formula, shownOf(band?.rounds.length ?? 0, band?.total ?? 0)].filter(Boolean).join("; "),
       });
     }
