@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from fedvitals.probes.view import View
 from fedvitals.stats import Array
 
 _LOG = logging.getLogger("fedvitals")
+IGNORED = -100  # the target of what is not learnt
 _TOKENS = (torch.int64, torch.int32)
 
 PEAK = "FEDVITALS_PEAK_FLOPS"  # of the environment: operations a second of the device that a process trains on
@@ -46,8 +47,9 @@ PEAK_FLOPS = {
 class CountedTokens:
     """A training's tokens, on their way to the host. Those of several processes add up.
 
-    `numbers`: texts, positions, tokens, texts without padding of the widest batch, processes. `seconds`: of the
-    training. `token_cost`: the share of a device's peak that one token a second takes; 0 where the peak is not known.
+    `numbers`: texts, positions, tokens, texts without padding of the widest batch, processes; of a model that returns
+    its loss and no logits, the sum of the losses and their tokens. `seconds`: of the training. `token_cost`: the share
+    of a device's peak that one token a second takes; 0 where the peak is not known.
     """
 
     numbers: Tensor | Array
@@ -58,10 +60,12 @@ class CountedTokens:
 
     def metrics(self, numbers: Array) -> dict[str, float]:
         """Return the metrics, from the `numbers` on the host."""
-        texts, positions, tokens, full, processes = (float(number) for number in numbers)
+        texts, positions, tokens, full, processes, loss, targets = (float(number) for number in numbers)
         metrics = {"tokens": tokens, "tokens.length": tokens / texts}
         if self.masked:
             metrics |= {"tokens.padding": 1 - tokens / positions, "tokens.full": full / texts}
+        if targets:
+            metrics["train.loss_first"] = loss / targets
         if self.seconds > 0:
             speed = metrics["throughput.tokens"] = tokens / self.seconds
             metrics |= {"model.flops_utilisation": speed * self.token_cost / processes} if self.token_cost else {}
@@ -75,6 +79,8 @@ class TokenCounts:
         self._model = model
         self._texts = self._positions = self._widest = self._classes = 0
         self._tokens: int | Tensor = 0
+        self._loss: float | Tensor = 0.0
+        self._targets: int | Tensor = 0
         self._full: dict[int, int | Tensor] = {}  # by width: texts without padding
         self._masked = False
         self._padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -96,7 +102,10 @@ class TokenCounts:
         if tokens is None or not _is_tokens(tokens):
             return
         logits = logits_of(output)
-        self._classes = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() > 1 else 0
+        if isinstance(logits, Tensor) and logits.dim() > 1:
+            self._classes = logits.shape[-1]
+        else:
+            self._add_loss(tokens, named, output)
         texts, width = tokens.shape
         mask = named.get("attention_mask")
         if not (isinstance(mask, Tensor) and mask.shape == tokens.shape):
@@ -113,19 +122,27 @@ class TokenCounts:
         self._tokens += lengths.sum()
         self._full[width] = full + (lengths == width).sum()
 
+    def _add_loss(self, tokens: Tensor, named: Mapping[str, Any], output: Any) -> None:
+        """Add the loss that a model returns without logits, as with a fused last layer (TRL, Liger): a mean over the
+        next tokens, or their sum over `num_items_in_batch`.
+        """
+        loss, labels = getattr(output, "loss", None), named.get("labels")
+        if isinstance(loss, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape:
+            targets = (labels[:, 1:] != IGNORED).sum()
+            items = named.get("num_items_in_batch")
+            self._targets = self._targets + targets
+            self._loss = self._loss + loss.detach().double() * (targets if items is None else items)
+
     def counted(self, seconds: float) -> CountedTokens | None:
         """Return what was counted in a training of so many seconds; None of a model that read no tokens."""
         if not self._texts:
             return None
-        counts = [self._texts, self._positions, self._tokens, self._full[self._widest], 1]
-        if isinstance(self._tokens, Tensor):  # numbers are filled in there: an upload would wait for the device
-            like = self._tokens
-            numbers: Tensor | Array = torch.stack(
-                [count if isinstance(count, Tensor) else like.new_full((), count) for count in counts]
-            )
-        else:
-            numbers = np.array(counts, np.float64)
-        return CountedTokens(numbers, seconds, self._masked, self._classes in self._vocabularies(), self._token_cost())
+        full = self._full[self._widest]
+        counts = [self._texts, self._positions, self._tokens, full, 1, self._loss, self._targets]
+        device = next((count.device for count in counts if isinstance(count, Tensor)), None)
+        numbers: Tensor | Array = np.array(counts, np.float64) if device is None else _stacked(counts, device)
+        predicted = self._classes in self._vocabularies() or not isinstance(self._targets, int)
+        return CountedTokens(numbers, seconds, self._masked, predicted, self._token_cost())
 
     def _vocabularies(self) -> set[int]:
         """Return how many tokens the model knows: as its configuration says, else as its embeddings have rows."""
@@ -148,6 +165,12 @@ class TokenCounts:
         tables = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)} - products
         used = [p for p in parameters if id(p) not in tables and p.dim() > 1]
         return sum(p.numel() * (6 if p.requires_grad else 4) for p in used) / peak
+
+
+def _stacked(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Return numbers on a device. Those of the host are filled in there: an upload would wait for the device."""
+    own = (count if isinstance(count, Tensor) else torch.full((), count, device=device) for count in counts)
+    return torch.stack([count.double() for count in own])
 
 
 def device_peak(device: torch.device) -> float | None:
