@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.model_hooks import Hook, can_be_hooked, named_members
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
@@ -141,14 +141,14 @@ class TokenCounts:
         counts = [self._texts, self._positions, self._tokens, full, 1, self._loss, self._targets]
         device = next((count.device for count in counts if isinstance(count, Tensor)), None)
         numbers: Tensor | Array = np.array(counts, np.float64) if device is None else _stacked(counts, device)
-        predicted = self._classes in self._vocabularies() or not isinstance(self._targets, int)
+        predicted = self._is_vocabulary(self._classes) or not isinstance(self._targets, int)
         return CountedTokens(numbers, seconds, self._masked, predicted, self._token_cost())
 
-    def _vocabularies(self) -> set[int]:
-        """Return how many tokens the model knows: as its configuration says, else as its embeddings have rows."""
+    def _is_vocabulary(self, classes: int) -> bool:
+        """Return whether the model knows so many tokens: as its configuration says, else an embedding's rows."""
         size = getattr(getattr(self._model, "config", None), "vocab_size", None)
         tables = (module for module in self._model.modules() if isinstance(module, nn.Embedding))
-        return {size} if isinstance(size, int) else {table.num_embeddings for table in tables}
+        return size == classes if isinstance(size, int) else any(t.num_embeddings == classes for t in tables)
 
     def _token_cost(self) -> float:
         """Return the share of a device's peak that one token a second takes; 0 where the peak is not known.
@@ -160,10 +160,12 @@ class TokenCounts:
         peak = None if first is None else device_peak(first.device)
         if peak is None:
             return 0.0
-        parameters = [*self._model.parameters()]
-        products = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Linear)}
-        tables = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)} - products
-        used = [p for p in parameters if id(p) not in tables and p.dim() > 1]
+        products, tables = set[int](), set[int]()
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                (tables if isinstance(module, nn.Embedding) else products).add(id(module.weight))
+        parameters = (p for _, p in named_members(self._model, "_parameters"))
+        used = [p for p in parameters if p.dim() > 1 and (id(p) in products or id(p) not in tables)]
         return sum(p.numel() * (6 if p.requires_grad else 4) for p in used) / peak
 
 
