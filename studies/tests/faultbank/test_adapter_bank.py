@@ -37,7 +37,7 @@ def test_a_planted_fault_is_run_and_judged(tmp_path, capsys):
     file.write_text(SMALL, encoding="utf-8")
     command = ["faultbank", "--bank", str(file), "--out", str(tmp_path / "out"), "--json"]
     assert main(command) == 0
-    facts = json.loads(capsys.readouterr().out)["faultbank"]
+    facts = json.loads(capsys.readouterr().out)["result"]
     assert facts["counts"] == {"faulty runs": 1, "clean runs": 0, "healthy rounds": 0}
     (bar,) = facts["bars"]
     assert (bar["bar"], bar["obtained"], bar["verdict"]) == ("ADAPTER_SCALE_MISMATCH within 3 rounds", 1.0, "met")
