@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import dataloader as torch_dataloader
 
+from fedvitals.model_hooks import named_members
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span
 from fedvitals.testing import MemorySink
@@ -188,3 +189,30 @@ def test_wrong_times_are_told_and_a_closed_run_stays_closed():
     before = threading.active_count()
     unopened.host.admit(list(sink.of(Span)))
     assert threading.active_count() == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.script
+def test_named_members_are_those_that_torch_names():
+    """In its order, shared ones once, also of modules that stand in two places or name their tensors themselves."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), self.norm), self.first])
+            self.tied = nn.Linear(3, 3)
+            self.tied.weight = self.first.weight
+            self.empty = None
+            self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    class Renamed(Shared):
+        def named_parameters(self, *_, **__):
+            yield "scale", self.scale
+
+    for model in (Shared(), Renamed(), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))):
+        for kind in ("_parameters", "_buffers"):
+            named = [*getattr(model, f"named{kind}")()]
+            own = named_members(model, kind)
+            assert [name for name, _ in own] == [name for name, _ in named]
+            assert all(a is b or torch.equal(a, b) for (_, a), (_, b) in zip(own, named, strict=True))

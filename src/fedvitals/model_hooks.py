@@ -1,18 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a user's model that cannot harm it: failing ones are removed, compilers and copies do not see them."""
+"""Hooks on a user's model that cannot harm it: failing ones are removed, compilers and copies do not see them; and a
+quick walk through its tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 
 def can_be_hooked(model: Any) -> bool:
     """Not where a hook would have the model compiled anew, or is not called."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
+
+
+def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:
+    """Return a model's parameters or buffers by name, as `named_parameters()` and `named_buffers()` do.
+
+    Several times as quick: a model is walked a few times for every client and round, and one with adapters has hundreds
+    of modules.
+    """
+    public = kind[1:]
+    if getattr(type(model), f"named_{public}") is not getattr(nn.Module, f"named_{public}"):
+        return [*getattr(model, f"named_{public}")()]
+    members: list[tuple[str, Tensor]] = []
+    modules: set[int] = set()
+    tensors: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop()
+        if id(module) in modules:
+            continue
+        modules.add(id(module))
+        for name, tensor in getattr(module, kind).items():
+            if tensor is not None and id(tensor) not in tensors:
+                tensors.add(id(tensor))
+                members.append((prefix + name, tensor))
+        children = module._modules  # noqa: SLF001 - as `named_modules` does
+        waiting += [(f"{prefix}{name}.", child) for name, child in [*children.items()][::-1] if child is not None]
+    return members
 
 
 class Hook:

@@ -235,6 +235,7 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
 """Of low-rank adapters (LoRA), at the server but for two (`probes.adapters.watch`)."""
 
 _TEXTS = "a model with an embedding that reads integers [texts, positions]; `standard` or `deep`"
+_PREDICTED = f"{_TEXTS}; outputs over the tokens of its own vocabulary"
 _MASKED = f"{_TEXTS}; an `attention_mask`, or `config.pad_token_id`"
 
 LANGUAGE_MEASURES: tuple[Measure, ...] = (
@@ -252,9 +253,9 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
     Measure(
         "model.flops_utilisation",
         "share",
-        "Of the GPU's peak in half precision, what the model's products need.",
+        "Of the device's peak, what the model's products need: model FLOP utilisation.",
         "tokens/s · (4 N + 2 N_trained) / peak, N weights without embeddings",
-        needs=f"{_TEXTS}; a GPU whose peak is known",
+        needs=f"{_TEXTS}; a GPU whose peak in half precision is known, or `FEDVITALS_PEAK_FLOPS=9.9e14`",
         rare=True,
     ),
     Measure(
@@ -262,7 +263,7 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         "1",
         "Perplexity of the received model on the client's texts: of `train.loss_first`, else of `fit.loss_before`.",
         "exp(loss)",
-        needs=_TEXTS,
+        needs=_PREDICTED,
         rare=True,
     ),
     Measure(
@@ -270,7 +271,7 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         "1",
         "The same of the trained model: of `train.loss_last`, else of `fit.loss_after`.",
         "exp(loss)",
-        needs=_TEXTS,
+        needs=_PREDICTED,
         rare=True,
     ),
     Measure(

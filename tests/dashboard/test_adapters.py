@@ -22,7 +22,14 @@ HOME = "http://127.0.0.1:8321"
 def store(session_folder):
     path = session_folder / "adapters.db"
     with Monitor(str(path), "padded", strict=True) as monitor:
-        federate(monitor, lora_model(), rounds=3, ranks=(2, 2, 2, 4))
+        forgotten = iter((2.0, 2.1, 2.2))
+        federate(
+            monitor,
+            lora_model(),
+            rounds=3,
+            ranks=(2, 2, 2, 4),
+            aggregate=lambda *_: monitor.log({"held_back.loss": next(forgotten)}),
+        )
     return path
 
 
@@ -40,6 +47,9 @@ def test_the_page_has_spectrum_errors_and_the_clients_parts(store):
     assert [curve.name for curve in page.errors] == ["adapter.product_error", "adapter.product_error_by_rank"]
     assert [curve.rounds for curve in page.energies] == [(0, 1, 2), (0, 1, 2)]
     assert (one.layer, one.round) == ("2", 0)
+    assert [curve.name for curve in page.moves] == ["adapter.change", "adapter.drift"]
+    assert page.held_back[0].values == (2.0, 2.1, 2.2)
+    assert page.clients["adapter.scale"].rows == ("c0", "c1", "c2", "c3")
 
 
 def test_a_run_without_adapters_has_an_empty_page(tmp_path):

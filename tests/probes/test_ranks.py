@@ -21,7 +21,7 @@ from fedvitals.records import Event, LayerStats
 from fedvitals.testing import MemorySink
 from support.waiting import wait_until
 
-ROUNDS, STEPS, BATCH, RANKS = 2, 12, 8, 2
+ROUNDS, STEPS, BATCH, RANKS = 3, 12, 8, 2
 NAMES = (
     "gradient.norm", "gradient.norm_max", "gradient.norm_last", "update.norm", "weight.norm", "weight.drift",
     "weight.drift_init", "weight.update_ratio", "steps",
@@ -40,7 +40,7 @@ def batch(number):
 
 
 def train(model, rank=0, ranks=1, *, watched=True, slow=None, end=lambda _: None, clip=None):
-    """Train two rounds; each process has its share of every batch. Gives what a sink got, and the weights."""
+    """Train some rounds; each process has its share of every batch. Gives what a sink got, and the weights."""
     device = next(model.parameters()).device
     sink = MemorySink()
     monitor = fv.Monitor(None, sinks=[sink], strict=True) if watched else None
@@ -119,12 +119,31 @@ def own_passes(rank):
     return {m.name for m in sink.metrics()}, [e.name for e in sink.events()]
 
 
+def language_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+
+def texts_read(model, rank=0, ranks=1):
+    """Train one round on texts; each process has its share of every batch. Gives the client's metrics."""
+    sink = MemorySink()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with fv.Monitor(None, sinks=[sink], strict=True) as monitor, monitor.round(0, model), monitor.client("a", model):
+        for step in range(3):
+            text = torch.randint(0, 11, (BATCH, 6), generator=torch.Generator().manual_seed(step))[rank::ranks]
+            optimizer.zero_grad()
+            functional.cross_entropy(model(text)[:, :-1].reshape(-1, 11), text[:, 1:].reshape(-1)).backward()
+            optimizer.step()
+    return {record.name: record.value for record in sink.metrics(node="a")}
+
+
 def compared(rank, port, queue):
     """All that healthy processes do, in one pair of them."""
     join(rank, port)
     for name, make in (("copies", copies), ("shards", shards)):
         for case, options in {"watched": {}, "plain": {"watched": False}, "clipped": {"clip": 0.05}}.items():
             queue.put((f"{name} {case}", rank, train(make(), rank, RANKS, **options)))
+    queue.put(("texts", rank, texts_read(DistributedDataParallel(language_model()), rank, RANKS)))
     queue.put(("slow", rank, train(copies(), rank, RANKS, slow=1)))
     queue.put(("federation", rank, in_federation(rank)))
     queue.put(("own passes", rank, own_passes(rank)))
@@ -187,7 +206,7 @@ def start(target, ranks=RANKS):
 def ranks():
     processes, queue = start(compared)
     collected = {}
-    for _ in range(10 * RANKS):
+    for _ in range(11 * RANKS):
         wait_until(lambda: not queue.empty() or any(p.exitcode for p in processes), 120, "results")
         case, rank, results = queue.get(timeout=5)
         collected[case, rank] = results
@@ -227,13 +246,22 @@ def check_same(alone, of_ranks, kind, clip=None):
     assert losses
     for key in [*losses, *((number, name) for name in NAMES for number in range(ROUNDS))]:
         assert whole[key] == pytest.approx(metrics[key], rel=TOLERANCE), key
-    for key in [(0, "training.classes"), *((1, family) for family in ("update", "weight", "gradient"))]:
+    families = [(number, family) for number in range(ROUNDS) for family in ("update", "weight", "gradient")]
+    for key in [(0, "training.classes"), *families]:
         np.testing.assert_allclose(layers[key], matrices[key], rtol=TOLERANCE, atol=1e-5, err_msg=str(key))
     assert not [name for name, *_ in events if name.startswith(("rank.", "layers.", "monitor."))]
     if kind == "copies":
         unclipped = 1, "gradient.norm_unclipped"
         assert (unclipped in metrics) == (unclipped in whole) == (clip is not None)
         assert whole.get(unclipped, 0) == pytest.approx(metrics.get(unclipped, 0), rel=TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_tokens_are_those_of_all_processes(ranks):
+    alone, together = texts_read(language_model()), ranks["texts", 0]
+    for name in ("tokens", "tokens.length", "perplexity.before"):
+        assert together[name] == pytest.approx(alone[name], rel=TOLERANCE), name
+    assert together["tokens"] == 3 * BATCH * 6
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.token_counts import PEAK_FLOPS, peak_flops
+from fedvitals.probes.token_counts import PEAK, PEAK_FLOPS, device_peak, peak_flops
 from fedvitals.testing import MemorySink
 
 
@@ -68,6 +68,50 @@ def test_perplexity_is_that_of_the_training_loss(tmp_path):
     tokens = torch.randint(1, 11, (4, 6), generator=torch.Generator().manual_seed(0))
     metrics = trained(tmp_path, Texts(), [{"input_ids": tokens}] * 3)
     assert metrics["perplexity.before"] == pytest.approx(math.exp(metrics["train.loss_first"]))
+
+
+class Classifier(nn.Module):
+    """Texts to one of so many classes; token types have as many rows as a transformer's."""
+
+    def __init__(self, classes, vocabulary=None):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, classes)
+        if vocabulary is not None:
+            self.types, self.config = nn.Embedding(2, 8), type("Config", (), {"vocab_size": vocabulary})()
+
+    def forward(self, input_ids):
+        return self.head(self.embedding(input_ids).mean(1))
+
+
+@pytest.mark.parametrize(("classes", "vocabulary", "expected"), [(4, None, False), (2, 11, False), (11, 11, True)])
+def test_perplexity_is_only_told_where_tokens_are_predicted(tmp_path, classes, vocabulary, expected):
+    """A text classifier reads tokens, too, but its loss is of classes; that of the next token, after a text, is."""
+    model, sink = Classifier(classes, vocabulary), MemorySink()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    with monitor, monitor.round(0), monitor.client("c0", model):
+        for _ in range(3):
+            optimizer.zero_grad()
+            text = torch.randint(0, 11, (8, 5))
+            nn.functional.cross_entropy(model(text), text[:, 0] % classes).backward()
+            optimizer.step()
+    assert sink.value("tokens", node="c0") == 3 * 8 * 5
+    assert ("perplexity.before" in sink.names()) == expected
+
+
+def test_utilisation_of_a_peak_that_is_declared(tmp_path, monkeypatch):
+    """Six operations for each of the 8 · 11 weights that are multiplied; the embedding is only looked up."""
+    monkeypatch.setenv(PEAK, "1e6")
+    tokens = torch.randint(1, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+    metrics = trained(tmp_path, Texts(), [{"input_ids": tokens}])
+    assert metrics["model.flops_utilisation"] == pytest.approx(metrics["throughput.tokens"] * 6 * 8 * 11 / 1e6)
+
+
+@pytest.mark.parametrize("declared", ["fast", "0", "-1"])
+def test_a_peak_that_is_no_number_is_ignored(monkeypatch, caplog, declared):
+    monkeypatch.setenv(PEAK, declared)
+    assert device_peak(torch.device("cpu")) is None
+    assert PEAK in caplog.text
 
 
 def test_a_model_without_texts_has_no_tokens(tmp_path):

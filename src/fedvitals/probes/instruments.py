@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.kernels import is_sharded
+from fedvitals.model_hooks import named_members
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Allowance, Turns
@@ -77,7 +78,9 @@ class Instruments:
         return self._tables_of(self.view(model))
 
     def _tables_of(self, view: View) -> list[Mapping[str, LayerTable]]:
-        whole = [{"parameter": self.table("parameter", [*view.model.named_parameters()])}] if view.frozen else []
+        whole = (
+            [{"parameter": self.table("parameter", named_members(view.model, "_parameters"))}] if view.frozen else []
+        )
         return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
@@ -104,7 +107,8 @@ class Instruments:
 
     def begin_adapters(self, model: nn.Module) -> Mapping[str, LayerTable]:
         """Take the adapters of the model that a round begins with; returns their table, if there are any."""
-        return self.adapters.begin_round(model, self.view(model).named_parameters)
+        view = self.view(model)
+        return self.adapters.begin_round(model, view.named_parameters, view.frozen)
 
     def zero_layers(self, model: nn.Module) -> list[str]:
         """Return the matrices that start at 0 on purpose."""

@@ -26,6 +26,7 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.ranks import Gathered
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate
+from fedvitals.probes.token_counts import CountedTokens
 from fedvitals.probes.training_losses import MeasuredLosses
 from fedvitals.probes.weights import movement, whole_model
 from fedvitals.records import class_table
@@ -42,7 +43,7 @@ MOST_NATS = 100.0  # a loss above says nothing as a perplexity
 @dataclass(frozen=True, slots=True)
 class StepTotals:
     """A client's optimiser steps: how many, how many of them were skipped, norms before clipping, the optimiser's
-    settings by metric, and losses.
+    settings by metric, losses, and tokens.
     """
 
     steps: int
@@ -50,12 +51,17 @@ class StepTotals:
     unclipped_norms: Sequence[Tensor | Array]
     settings: Mapping[str, float | Tensor] = field(default_factory=dict)
     losses: MeasuredLosses | None = None
+    tokens: CountedTokens | None = None
+
+    @property
+    def additive(self) -> list[Tensor | Array | None]:
+        """What adds up over the processes that train a model together: the numbers of losses and of tokens."""
+        return [None if own is None else own.numbers for own in (self.losses, self.tokens)]
 
     def on_device(self) -> list[Tensor | Array]:
         """Return what may still be on a device."""
-        losses = None if self.losses is None else self.losses.numbers
-        scalars = (self.skipped, *self.settings.values(), losses)
-        return [*(part for part in scalars if isinstance(part, Tensor)), *self.unclipped_norms]
+        scalars = [part for part in (self.skipped, *self.settings.values()) if isinstance(part, Tensor)]
+        return [*scalars, *(own for own in self.additive if own is not None), *self.unclipped_norms]
 
 
 class PendingResults:
@@ -113,6 +119,7 @@ class PendingResults:
         on_host = self._fetch()
         self._tell_steps(on_host)
         self._guarded("training losses", functools.partial(self._tell_losses, on_host))
+        self._tell_tokens(on_host)
         if self._recorded is not None:
             self._guarded("merging gradients", functools.partial(self._merge_recorded, self._recorded, on_host))
         for index, planned in enumerate(preset.probes):
@@ -120,10 +127,15 @@ class PendingResults:
         if not preset.brief:
             self.results.take(movement(update))
             self.results.matrices.append(("update", update.rows, None))
-        if "tokens" in self._totals.settings:
+        if self._totals.tokens is not None and self._totals.tokens.predicted:
             self._tell_perplexity()
         self.cost += time.perf_counter() - started
         return update
+
+    def _tell_tokens(self, on_host: Mapping[int, Array]) -> None:
+        tokens = self._totals.tokens
+        if tokens is not None:
+            self.results.take(tokens.metrics(on_host[id(tokens.numbers)]))
 
     def _tell_perplexity(self) -> None:
         known = {name: value for name, value, _ in self.results.metrics}
@@ -151,17 +163,19 @@ class PendingResults:
         return {id(values): array for values, array in zip(own, arrays, strict=False)}
 
     def _add_ranks(self, gather: Gather, arrays: list[Array]) -> None:
-        """Add up what the processes measured that train the model together: losses, and the sums of shards."""
-        losses = self._totals.losses
-        place = next((i for i, own in enumerate(self._copied) if losses is not None and own is losses.numbers), None)
+        """Add up what the processes measured that train the model together: losses, tokens, and the sums of shards."""
+        copied = {id(own): place for place, own in enumerate(self._copied)}
+        places = [copied.get(id(own)) for own in self._totals.additive]
         gradients = arrays[: self._gradients]
         rows, totals = self._update.additive
-        gathered = gather([*gradients, *rows], [np.zeros(0) if place is None else arrays[place], *totals])
-        if place is not None:
-            arrays[place] = gathered.totals[0]
+        own = [np.zeros(0) if place is None else arrays[place] for place in places]
+        gathered = gather([*gradients, *rows], [*own, *totals])
+        for place, total in zip(places, gathered.totals, strict=False):
+            if place is not None:
+                arrays[place] = total
         if gathered.sharded:
             arrays[: self._gradients] = gathered.rows[: self._gradients]
-            self._update.set_additive(gathered.rows[self._gradients :], gathered.totals[1:])
+            self._update.set_additive(gathered.rows[self._gradients :], gathered.totals[len(places) :])
 
     def _tell_steps(self, on_host: Mapping[int, Array]) -> None:
         """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""

@@ -27,6 +27,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fedvitals.kernels import is_sharded
+from fedvitals.model_hooks import named_members
 from fedvitals.stats import Array, merge_sums
 
 PATIENCE = 5.0  # seconds; once: a process that did not come is not waited for again
@@ -73,7 +74,7 @@ def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     FSDP puts the whole parameters in the place of the shards while it computes, and leaves those of the outermost
     module there after an evaluation.
     """
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    named = named_members(model, "_parameters")
     if not _is_distributed():
         return named
     sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]

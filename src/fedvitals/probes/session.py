@@ -30,7 +30,7 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
-from fedvitals.probes.token_counts import count_tokens
+from fedvitals.probes.token_counts import CountedTokens, count_tokens
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
 from fedvitals.probes.view import View, catch_last_input, flatten
@@ -114,6 +114,7 @@ class ClientSession:
         self._losses = self._watch_losses()
         self._measured_losses: MeasuredLosses | None = None
         self._tokens = None if instruments.preset.brief else count_tokens(view, report)
+        self._counted_tokens: CountedTokens | None = None
         self._last_input = catch_last_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
@@ -144,7 +145,7 @@ class ClientSession:
 
     def _count_tokens(self, seconds: float) -> None:
         if self._tokens is not None:
-            self._settings = {**self._settings, **self._tokens.metrics(seconds)}
+            self._counted_tokens = self._tokens.counted(seconds)
 
     def abandon(self) -> None:
         """End the session without results."""
@@ -205,7 +206,14 @@ class ClientSession:
             None if self._recorded is None else self._recorded[1],
             [recorder for _, recorder in self._recorders.values()],
             self._measure_update(),
-            StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
+            StepTotals(
+                self._steps,
+                self._skipped,
+                self._clip.norms,
+                self._settings,
+                self._measured_losses,
+                self._counted_tokens,
+            ),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
             None if self._ranks is None else functools.partial(self._ranks.gather, self.results, self._steps),

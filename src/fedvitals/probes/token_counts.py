@@ -1,23 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that a client's training reads: how many, how long its texts are, what is padding, and how fast it goes.
 
-A hook before the model's forward pass sees the integers [texts, positions] that go in, and the mask beside them. What
-is counted stays on its device until the client's scope closes. Only models with an embedding are looked at.
+A hook after the model's forward pass sees the integers [texts, positions] that went in, the mask beside them, and over
+how many classes the outputs are. What is counted stays on its device until the client's scope closes. Only models with
+an embedding are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.model_hooks import Hook, can_be_hooked, named_members
+from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
+from fedvitals.stats import Array
 
+_LOG = logging.getLogger("fedvitals")
+IGNORED = -100  # the target of what is not learnt
 _TOKENS = (torch.int64, torch.int32)
 
+PEAK = "FEDVITALS_PEAK_FLOPS"  # of the environment: operations a second of the device that a process trains on
 # Dense operations a second in half precision, by what the name of a GPU holds; the first that fits.
 PEAK_FLOPS = {
     "B200": 2.25e15,
@@ -33,26 +43,57 @@ PEAK_FLOPS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class CountedTokens:
+    """A training's tokens, on their way to the host. Those of several processes add up.
+
+    `numbers`: texts, positions, tokens, texts without padding of the widest batch, processes; of a model that returns
+    its loss and no logits, the sum of the losses and their tokens. `seconds`: of the training. `token_cost`: the share
+    of a device's peak that one token a second takes; 0 where the peak is not known.
+    """
+
+    numbers: Tensor | Array
+    seconds: float
+    masked: bool
+    predicted: bool  # whether the model's outputs are over the tokens of its own vocabulary
+    token_cost: float
+
+    def metrics(self, numbers: Array) -> dict[str, float]:
+        """Return the metrics, from the `numbers` on the host."""
+        texts, positions, tokens, full, processes, loss, targets = (float(number) for number in numbers)
+        metrics = {"tokens": tokens, "tokens.length": tokens / texts}
+        if self.masked:
+            metrics |= {"tokens.padding": 1 - tokens / positions, "tokens.full": full / texts}
+        if targets:
+            metrics["train.loss_first"] = loss / targets
+        if self.seconds > 0:
+            speed = metrics["throughput.tokens"] = tokens / self.seconds
+            metrics |= {"model.flops_utilisation": speed * self.token_cost / processes} if self.token_cost else {}
+        return metrics
+
+
 class TokenCounts:
-    """Counts from its creation until `remove`; `metrics` are then known, in part as tensors on a device."""
+    """Counts from its creation until `remove`; `counted` is then known, in part as tensors on a device."""
 
     def __init__(self, model: nn.Module, failed: Callable[[Exception], None]) -> None:
         self._model = model
-        self._texts = self._positions = self._widest = 0
+        self._texts = self._positions = self._widest = self._classes = 0
         self._tokens: int | Tensor = 0
-        self._full: dict[int, tuple[int, int | Tensor]] = {}  # by width: texts, and those without padding
+        self._loss: float | Tensor = 0.0
+        self._targets: int | Tensor = 0
+        self._full: dict[int, int | Tensor] = {}  # by width: texts without padding
         self._masked = False
         self._padding = getattr(getattr(model, "config", None), "pad_token_id", None)
         self._handle: Any = None
         if can_be_hooked(model) and any(isinstance(module, nn.Embedding) for module in model.modules()):
-            self._handle = model.register_forward_pre_hook(Hook(self._count, failed), with_kwargs=True)
+            self._handle = model.register_forward_hook(Hook(self._count, failed), with_kwargs=True)
 
     def remove(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _count(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _count(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
         tokens = named.get("input_ids")
@@ -60,51 +101,91 @@ class TokenCounts:
             tokens = next((part for part in (*arguments, *named.values()) if _is_tokens(part)), None)
         if tokens is None or not _is_tokens(tokens):
             return
+        logits = logits_of(output)
+        if isinstance(logits, Tensor) and logits.dim() > 1:
+            self._classes = logits.shape[-1]
+        else:
+            self._add_loss(tokens, named, output)
         texts, width = tokens.shape
         mask = named.get("attention_mask")
         if not (isinstance(mask, Tensor) and mask.shape == tokens.shape):
             mask = None if self._padding is None else tokens != self._padding
         self._texts, self._positions = self._texts + texts, self._positions + texts * width
         self._widest = max(self._widest, width)
-        known, full = self._full.get(width, (0, 0))
+        full = self._full.get(width, 0)
         if mask is None:
             self._tokens += texts * width
-            self._full[width] = known + texts, full + texts
+            self._full[width] = full + texts
             return
         self._masked = True
         lengths = (mask != 0).sum(1)
         self._tokens += lengths.sum()
-        self._full[width] = known + texts, full + (lengths == width).sum()
+        self._full[width] = full + (lengths == width).sum()
 
-    def metrics(self, seconds: float) -> dict[str, float | Tensor]:
-        """Return what was counted, as metrics; `seconds` are those of the training."""
+    def _add_loss(self, tokens: Tensor, named: Mapping[str, Any], output: Any) -> None:
+        """Add the loss that a model returns without logits, as with a fused last layer (TRL, Liger): a mean over the
+        next tokens, or their sum over `num_items_in_batch`.
+        """
+        loss, labels = getattr(output, "loss", None), named.get("labels")
+        if isinstance(loss, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape:
+            targets = (labels[:, 1:] != IGNORED).sum()
+            items = named.get("num_items_in_batch")
+            self._targets = self._targets + targets
+            self._loss = self._loss + loss.detach().double() * (targets if items is None else items)
+
+    def counted(self, seconds: float) -> CountedTokens | None:
+        """Return what was counted in a training of so many seconds; None of a model that read no tokens."""
         if not self._texts:
-            return {}
-        metrics: dict[str, float | Tensor] = {"tokens": self._tokens, "tokens.length": self._tokens / self._texts}
-        if self._masked:
-            metrics["tokens.padding"] = 1 - self._tokens / self._positions
-            metrics["tokens.full"] = self._full[self._widest][1] / self._texts
-        if seconds > 0:
-            metrics["throughput.tokens"] = self._tokens / seconds
-            work = self._flops_per_token() / seconds
-            metrics |= {"model.flops_utilisation": self._tokens * work} if work else {}
-        return metrics
+            return None
+        full = self._full[self._widest]
+        counts = [self._texts, self._positions, self._tokens, full, 1, self._loss, self._targets]
+        device = next((count.device for count in counts if isinstance(count, Tensor)), None)
+        numbers: Tensor | Array = np.array(counts, np.float64) if device is None else _stacked(counts, device)
+        predicted = self._is_vocabulary(self._classes) or not isinstance(self._targets, int)
+        return CountedTokens(numbers, seconds, self._masked, predicted, self._token_cost())
 
-    def _flops_per_token(self) -> float:
+    def _is_vocabulary(self, classes: int) -> bool:
+        """Return whether the model knows so many tokens: as its configuration says, else an embedding's rows."""
+        size = getattr(getattr(self._model, "config", None), "vocab_size", None)
+        tables = (module for module in self._model.modules() if isinstance(module, nn.Embedding))
+        return size == classes if isinstance(size, int) else any(t.num_embeddings == classes for t in tables)
+
+    def _token_cost(self) -> float:
         """Return the share of a device's peak that one token a second takes; 0 where the peak is not known.
 
         A forward pass takes 2 operations for each weight of a product, a backward pass as many for the inputs, and as
         many again for weights that train. An embedding is looked up, unless the output layer shares it.
         """
         first = next(self._model.parameters(), None)
-        peak = peak_flops(torch.cuda.get_device_name(first.device)) if first is not None and first.is_cuda else None
+        peak = None if first is None else device_peak(first.device)
         if peak is None:
             return 0.0
-        parameters = [*self._model.parameters()]
-        products = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Linear)}
-        tables = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)} - products
-        used = [p for p in parameters if id(p) not in tables and p.dim() > 1]
+        products, tables = set[int](), set[int]()
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                (tables if isinstance(module, nn.Embedding) else products).add(id(module.weight))
+        parameters = (p for _, p in named_members(self._model, "_parameters"))
+        used = [p for p in parameters if p.dim() > 1 and (id(p) in products or id(p) not in tables)]
         return sum(p.numel() * (6 if p.requires_grad else 4) for p in used) / peak
+
+
+def _stacked(counts: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Return numbers on a device. Those of the host are filled in there: an upload would wait for the device."""
+    own = (count if isinstance(count, Tensor) else torch.full((), count, device=device) for count in counts)
+    return torch.stack([count.double() for count in own])
+
+
+def device_peak(device: torch.device) -> float | None:
+    """Return the operations a second of a device: as the environment says, else in half precision by a GPU's name."""
+    declared = os.environ.get(PEAK, "")
+    try:
+        if declared and float(declared) > 0:
+            return float(declared)
+    except ValueError:
+        pass
+    if declared:
+        _LOG.warning("%s='%s' is ignored: it is a number above 0, such as 9.9e14.", PEAK, declared)
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops(name: str) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedvitals.errors import UnsuitedError
 from fedvitals.kernels import is_sharded
-from fedvitals.model_hooks import Hook
+from fedvitals.model_hooks import Hook, named_members
 from fedvitals.probes.ranks import parameters_of
 from fedvitals.probes.snapshot import ParameterSnapshot, shards_of
 from fedvitals.records import Layer, LayerTable
@@ -77,7 +77,7 @@ class View:
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """The model's buffers with their names, such as batch norm's running statistics."""
         if self._buffers is None:
-            self._buffers = list(self.model.named_buffers())
+            self._buffers = named_members(self.model, "_buffers")
         return self._buffers
 
 

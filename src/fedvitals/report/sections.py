@@ -106,7 +106,12 @@ def adapters_part(reader: Reader, run: str, pictures: Pictures) -> Folded | None
         blocks.append(pictures.of("adapters", words, lambda: plot.adapters((reader, run))))
     for sign, words in (
         ("perplexity.before", "perplexity of the received model"),
+        ("perplexity.after", "perplexity of the trained model"),
+        ("tokens.length", "tokens in a text"),
+        ("tokens.padding", "share of padding"),
         ("throughput.tokens", "tokens per second"),
+        ("model.flops_utilisation", "model FLOP utilisation"),
+        ("adapter.scale", "α/r"),
     ):
         if sign in known:
             draw = functools.partial(plot.clients, (reader, run), sign)

@@ -25,7 +25,12 @@ ERRORS = {
 }
 RANKS = {"adapter.effective_rank": "effective rank", "adapter.stable_rank": "stable rank"}
 ENERGIES = {"adapter.energy_above": "energy above the smallest rank", "adapter.energy_kept": "of that, kept"}
-LANGUAGE = ("perplexity.before", "throughput.tokens")
+MOVES = {"adapter.change": "in the round", "adapter.drift": "since the run's start"}
+HELD_BACK = {"held_back.loss": "of the new global model"}
+LANGUAGE = (
+    "perplexity.before", "perplexity.after", "tokens.length", "tokens.padding", "throughput.tokens",
+    "model.flops_utilisation", "adapter.scale",
+)  # fmt: skip
 LEAST_SHARE = 1e-3  # of the energy, below which a direction belongs to nobody
 CLIENTS = 60  # rows of the heat maps
 
@@ -53,7 +58,9 @@ class AdaptersPage:
     errors: tuple[AdapterCurve, ...]
     ranks: tuple[AdapterCurve, ...]
     energies: tuple[AdapterCurve, ...]
-    clients: Mapping[str, Grid]  # by sign: perplexity and tokens per second, clients × rounds
+    moves: tuple[AdapterCurve, ...]  # of the merged weights
+    held_back: tuple[AdapterCurve, ...]  # loss on texts that nobody trains on
+    clients: Mapping[str, Grid]  # by sign (see LANGUAGE), clients × rounds
 
 
 def adapters_page(
@@ -77,6 +84,8 @@ def adapters_page(
         _curves(reader, run, ERRORS),
         _curves(reader, run, RANKS),
         _curves(reader, run, ENERGIES),
+        _curves(reader, run, MOVES),
+        _curves(reader, run, HELD_BACK, None),
         {name: grid for name in LANGUAGE if (grid := client_grid(reader, run, name, limit=CLIENTS)).rows},
     )
 
@@ -118,11 +127,11 @@ def _mean(values: Array, axis: int) -> Array:
         return np.asarray(np.where(counts > 0, np.where(known, values, 0.0).sum(axis=axis) / counts, np.nan))
 
 
-def _curves(reader: Reader, run: str, names: Mapping[str, str]) -> tuple[AdapterCurve, ...]:
+def _curves(reader: Reader, run: str, names: Mapping[str, str], node: str | None = SERVER) -> tuple[AdapterCurve, ...]:
     history = reader.history(run)
     curves = []
     for name, words in names.items():
-        rounds, values = history.series(name, SERVER)
+        rounds, values = history.series(name, node)
         if rounds:
             finite = tuple(value if np.isfinite(value) else None for value in values)
             curves.append(AdapterCurve(name, words, tuple(rounds), finite))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fv.huggingface.Callback` in a real `transformers.Trainer`, alone and inside of federations."""
 
+import math
+
 import pytest
 import torch
 
@@ -163,27 +165,43 @@ def test_settings_that_cannot_be_meant():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL has older names for settings
-def test_supervised_fine_tuning(tmp_path):
-    """TRL's trainer takes the same callback."""
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_supervised_fine_tuning(tmp_path, accumulated):
+    """TRL's trainer takes the same callback, with adapters of peft. Its models return a loss and no logits."""
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
     sink = MemorySink()
-    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in texts()])
+    rows = [{"input_ids": row["input_ids"].tolist()[: 6 + 4 * (i % 2)]} for i, row in enumerate(texts())]
     arguments = trl.SFTConfig(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to="none", use_cpu=True, disable_tqdm=True,
-        save_strategy="no", logging_steps=1, bf16=False, dataset_kwargs={"skip_prepare_dataset": True},
+        str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=accumulated,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1, bf16=False,
     )  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_characters(),
         pad_token="!",
         eos_token="!",
     )
-    callback = fv.huggingface.Callback(None, sinks=[sink], strict=True)
-    trl.SFTTrainer(
-        language_model(), arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[callback]
-    ).train()
-    assert sink.value("steps", node="model") == 3
-    assert sink.value("loss", node="model") > 0
+    trainer = trl.SFTTrainer(
+        language_model(),
+        arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[fv.huggingface.Callback(None, sinks=[sink], strict=True)],
+        peft_config=peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj"]),
+    )
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    steps = len(losses) // 2
+    for number in range(2):
+        own = losses[number * steps :][:steps]
+        assert sink.value("steps", round=number, node="model") == steps
+        assert sink.value("loss", round=number, node="model") == pytest.approx(sum(own) / steps)
+        assert sink.value("tokens", round=number, node="model") == sum(len(row["input_ids"]) for row in rows)
+        assert sink.value("adapter.scale", round=number, node="model") == 3
+        assert sink.value("adapter.change", round=number, node="server") > 0
+        perplexity = sink.value("perplexity.before", round=number, node="model")
+        assert perplexity == pytest.approx(math.exp(sum(own) / steps), rel=0.02)  # of tokens, not of batches
 
 
 def _characters():

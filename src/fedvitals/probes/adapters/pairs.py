@@ -134,13 +134,11 @@ def scale_of(model: Any, pair: AdapterPair) -> float | None:
         module = model if get_holder is None else get_holder(model)
     except AttributeError:
         return None
-    for name in SCALES:
-        known = _number(getattr(module, name, None), adapter)
-        if known is not None:
-            return known
-    alpha = next((s for name in ALPHAS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
-    rank = next((s for name in RANKS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
-    return alpha / (rank or pair.rank) if alpha is not None else None
+    scale = _first_number(module, SCALES, adapter)
+    if scale is not None:
+        return scale
+    alpha = _first_number(module, ALPHAS, adapter)
+    return alpha / (_first_number(module, RANKS, adapter) or pair.rank) if alpha is not None else None
 
 
 @functools.lru_cache(4096)
@@ -153,6 +151,13 @@ def _holder(pair: AdapterPair) -> tuple[Callable[[Any], Any] | None, str]:
         common.append(own)
     path = ".".join(common)
     return operator.attrgetter(path) if path else None, pair.name.removeprefix(path).strip(".") or "default"
+
+
+def _first_number(module: Any, names: Sequence[str], adapter: str) -> float | None:
+    """Return the first of a module's attributes that is a number; a module takes long to say that it has none."""
+    own, kind = getattr(module, "__dict__", {}), type(module)
+    known = (_number(getattr(module, name), adapter) for name in names if name in own or hasattr(kind, name))
+    return next((number for number in known if number is not None), None)
 
 
 def _number(attribute: Any, adapter: str) -> float | None:

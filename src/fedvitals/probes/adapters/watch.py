@@ -115,11 +115,13 @@ class AdapterWatch:
             facts["adapter.scale"] = scale
         return facts
 
-    def begin_round(self, model: Any, trained: Sequence[tuple[str, Any]]) -> dict[str, LayerTable]:
-        """Take the global model that a round begins with; returns the table of its adapters, if it has any."""
+    def begin_round(
+        self, model: Any, trained: Sequence[tuple[str, Any]], frozen: Sequence[tuple[str, Any]] = ()
+    ) -> dict[str, LayerTable]:
+        """Take the global model that a round begins with, and its named parameters; returns the table of its adapters,
+        if it has any.
+        """
         self._start = self._new = None
-        names = {name for name, _ in trained}
-        frozen = [(name, p) for name, p in model.named_parameters() if name not in names]
         self._pairs = self.pairs_of(trained, frozen)
         if not self._pairs:
             return {}

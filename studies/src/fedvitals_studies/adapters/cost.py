@@ -33,7 +33,7 @@ from fedvitals.lab.adapters import LoraLinear
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes import session
 from fedvitals.probes.adapters.watch import AdapterWatch
-from fedvitals.probes.token_counts import TokenCounts
+from fedvitals.probes.token_counts import CountedTokens, TokenCounts
 from fedvitals_studies.bench.gpt import GPT, VOCABULARY, Block, with_adapters
 from fedvitals_studies.bench.plain_loop import RESAMPLES, Loop, Size, percent_over
 
@@ -45,7 +45,8 @@ TIMED = (
     (AdapterWatch, "facts_of"),
     (TokenCounts, "__init__"),
     (TokenCounts, "_count"),
-    (TokenCounts, "metrics"),
+    (TokenCounts, "counted"),
+    (CountedTokens, "metrics"),
 )
 ROUNDS, WARMING_UP = 40, 2
 TRIAL_RANKS, STEPS, BATCH, TOKENS = (4, 4, 4, 4, 4, 8, 8, 8, 16, 16), 5, 8, 64

@@ -87,20 +87,28 @@ def planned(faults: Sequence[str], first: int, planted: int, healthy: int) -> It
 
 
 def run_study(
-    results: Path, part: Part, planted: int, healthy: int, tell: Callable[[Judged], None] = lambda _: None
+    results: Path,
+    part: Part,
+    planted: int,
+    healthy: int,
+    tell: Callable[[Judged], None] = lambda _: None,
+    seconds: float | None = None,
 ) -> list[Judged]:
-    """Run what of a part is not among the results yet, one line each; returns all."""
+    """Run what of a part is not among the results yet, one line each; returns all. `seconds`: after which no other is
+    begun.
+    """
+    began = time.perf_counter()
     results.parent.mkdir(parents=True, exist_ok=True)
     done = {(run.seed, run.fault): run for run in kept_runs(results)}
     wanted = [*planned(part.faults, part.first_seed, planted, healthy)]
     with results.open("a", encoding="utf-8") as file:
         for seed, fault in wanted:
-            if (seed, fault) not in done:
+            if (seed, fault) not in done and (seconds is None or time.perf_counter() - began < seconds):
                 run = done[seed, fault] = judged_run(seed, fault, other_texts=part.other_texts)
                 file.write(json.dumps(asdict(run)) + "\n")
                 file.flush()
                 tell(run)
-    return [done[key] for key in wanted]
+    return [done[key] for key in wanted if key in done]
 
 
 def kept_runs(results: Path) -> list[Judged]:

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedvitals.errors import ConfigError
+
 PACKAGES = (
     "asyncio", "email", "json", "http", "logging", "unittest", "xml", "multiprocessing", "importlib", "tkinter",
 )  # fmt: skip
@@ -41,7 +43,7 @@ def manual_pages(language: str, size: int = CLIENT_BYTES) -> Tensor:
         (gzip.decompress(f.read_bytes()) for f in sorted((MANUAL_PAGES / language).rglob("*.gz"))), size
     )
     if len(pages) < size:
-        raise FileNotFoundError(f"Too few manual pages in '{language}': apt-get install manpages-{language[:2]}.")
+        raise ConfigError(f"Too few manual pages in '{language}': apt-get install manpages-{language[:2]}.")
     return pages
 
 

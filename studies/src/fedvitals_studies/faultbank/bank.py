@@ -17,6 +17,8 @@ from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.devices import resolve_device
 from fedvitals.report.markup import literal
+from fedvitals_studies.faultbank import adapter_bank
+from fedvitals_studies.faultbank.adapter_bank import AdapterSummary
 from fedvitals_studies.faultbank.bars import Bar
 from fedvitals_studies.faultbank.bundle import OUTCOMES, RUNS, merge
 from fedvitals_studies.faultbank.cases import Bank, Case, healthy_rounds
@@ -48,7 +50,7 @@ class Taken:
     """A bank that has been run, with its page."""
 
     bank: Bank
-    summary: Summary | Healthy
+    summary: Summary | Healthy | AdapterSummary
     files: Sequence[Path]
     absent: Sequence[Absent]
     failed: Sequence[tuple[str, str]]  # cases, and what went wrong
@@ -56,11 +58,13 @@ class Taken:
     @property
     def bars(self) -> Sequence[Bar]:
         """What is asked for at present."""
-        return self.summary.bars if isinstance(self.summary, Healthy) else self.summary.asked
+        return self.summary.asked if isinstance(self.summary, Summary) else self.summary.bars
 
 
 def listing(bank: Bank) -> dict[str, Any]:
     """What is in a bank, and the digest by which it is known."""
+    if bank.federations:
+        return {"bank": bank.name, "digest": bank.digest, **adapter_bank.listing(bank.federations)}
     faulty = [case for case in bank.cases if case.faulty]
     kinds = Counter(kind_of(type(fault).__name__) for case in faulty for fault in case.experiment.faults)
     return {
@@ -105,6 +109,8 @@ class How:
 
 def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
     """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
+    if bank.federations:
+        return _take_federations(bank, folder, how, stage)
     other = None if how.beside is None else read_other(how.beside)
     resolve_device(how.device)
     made_by = sources(how.detectors)
@@ -125,6 +131,18 @@ def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) ->
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
     remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
     return _summary_of_bank(bank, folder, outcomes, {made_by}, failed, remarks, other, absent, how.seen)
+
+
+def _take_federations(bank: Bank, folder: Path, how: How, stage: Stage) -> Taken:
+    if how.detectors or how.beside is not None or how.device != "cpu":
+        raise ConfigError(
+            f"The bank {bank.name} trains on the CPU and is judged while it trains: leave --device, --detector and "
+            "--beside out."
+        )
+    count = sum(1 for own in bank.federations for _ in own.runs())
+    told = stage("training", count)
+    summary, files = adapter_bank.run_federations(bank.federations, folder, lambda name: told(name, None), how.seconds)
+    return Taken(bank, summary, files, (), ())
 
 
 def take_home(

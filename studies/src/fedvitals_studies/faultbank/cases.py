@@ -3,7 +3,8 @@
 
 A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
 is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
-out one by one (`[[cases]]`), which is how others bring their own. A bank may be `like` another: drawn from the same
+out one by one (`[[cases]]`), which is how others bring their own. `[[federations]]` are not of the lab (see
+`adapter_bank`). A bank may be `like` another: drawn from the same
 settings, domains and faults, by another seed. `[[controls]]` are healthy runs without a faulty twin. A `[matrix]` of
 healthy settings is expanded by `matrix`.
 """
@@ -24,6 +25,7 @@ import msgspec
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.experiment import Experiment
+from fedvitals_studies.faultbank.adapter_bank import Federations
 from fedvitals_studies.faultbank.drawing import Domain, Settings, Struck, drawn_runs, transformation_of
 from fedvitals_studies.faultbank.matrix import Matrix, Setting, runs_of, scaled
 
@@ -65,6 +67,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     matrix: Matrix | None = None
     twins: int | None = None  # of a matrix that it is like: seeds with faults
     only: list[str] | None = None  # of its settings
+    federations: list[Federations] = msgspec.field(default_factory=list)  # of adapters, outside of the lab
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Bank:
     name: str
     faulty: tuple[Case, ...]
     settings: tuple[Setting, ...] = ()  # of a matrix
+    federations: tuple[Federations, ...] = ()  # of adapters, outside of the lab
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
@@ -123,6 +127,7 @@ class Bank:
     @cached_property
     def digest(self) -> str:
         text = "\n".join(f"{case.name} {case.flips_largest}\n{case.text}" for case in self.faulty)
+        text += "\n".join(own.text() for own in self.federations)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -133,6 +138,10 @@ def read_bank(source: str | Path) -> Bank:
     if file.like is not None:
         file = _like(file, path)
     cases = (*_written(file), *_drawn(file), *_controls(file), *_of_matrix(file))
+    if cases and file.federations:
+        raise ConfigError(f"{path} has [[federations]] and cases of the lab: make two banks of them.")
+    if file.federations:
+        return Bank(file.name, (), federations=tuple(file.federations))
     if not cases:
         raise ConfigError(
             f"{path} has no cases: give [[faults]] with [settings] and [[domains]], [[cases]], or a [matrix]."

@@ -26,7 +26,7 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
     "--bank",
     default=None,
     metavar="NAME|FILE",
-    help="held-out (default), held-out-large, held-out-three, attacks, tune, healthy[-tune], quick, or a TOML file.",
+    help="held-out (default), held-out-large, held-out-three, attacks, adapters, tune, healthy[-tune], quick, a file.",
 )
 @click.option("--quick", is_flag=True, help="The bank «quick»: small cases, a few minutes on two cores.")
 @click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank[-BANK].")
@@ -92,6 +92,8 @@ def command(
     if only_list:
         _list(listing(chosen), as_json)
         return 0
+    if chosen.federations and (pack_to is not None or merge):
+        raise click.UsageError(f"The bank {chosen.name} is run here: leave --pack and --merge out.")
     if pack_to is not None:
         from fedvitals_studies.faultbank.pack import pack_bank
 
@@ -190,9 +192,12 @@ def _lines(name: str, cases: int) -> Done:
 
 
 def _facts(taken: Taken) -> dict[str, Any]:
+    from fedvitals_studies.faultbank.adapter_bank import AdapterSummary
     from fedvitals_studies.faultbank.healthy import Healthy
 
-    if isinstance(taken.summary, Healthy):
+    if isinstance(taken.summary, AdapterSummary):
+        tables: dict[str, Any] = {}
+    elif isinstance(taken.summary, Healthy):
         tables = {"settings": taken.summary.lines, "pooled": taken.summary.pooled, "alarms": taken.summary.alarms}
     else:
         tables = {
@@ -228,6 +233,7 @@ def _print(taken: Taken) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fedvitals_studies.faultbank.adapter_bank import AdapterSummary
     from fedvitals_studies.faultbank.healthy import Healthy
     from fedvitals_studies.faultbank.healthy_page import head, row
     from fedvitals_studies.faultbank.page import HEADS, MARKS, PERCENT, words
@@ -244,8 +250,11 @@ def _print(taken: Taken) -> None:
         table.add_row(f"{MARKS[bar.verdict]} {bar.verdict}", bar.name, asked, words(bar.obtained, percent))
     console.print(table, "")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    if isinstance(taken.summary, Healthy):
-        columns: tuple[str, ...] = head(taken.summary)
+    if isinstance(taken.summary, AdapterSummary):
+        columns: tuple[str, ...] = ()
+        rows: list[tuple[str, ...]] = []
+    elif isinstance(taken.summary, Healthy):
+        columns = head(taken.summary)
         rows = [row(line, taken.summary) for line in (*taken.summary.lines, taken.summary.pooled)]
     else:
         columns = ("method", *(HEADS[name] for name in TOLD))

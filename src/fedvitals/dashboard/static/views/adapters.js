@@ -8,7 +8,15 @@ import { chooser, COLUMNS } from "../parts/band.js";
 import { empty } from "../parts/states.js";
 
 export const title = "Adapters";
-const SIGNS = { "perplexity.before": ["perplexity of the received model, by client", "1"], "throughput.tokens": ["tokens per second, by client", "tokens/s"] };
+const SIGNS = {
+  "perplexity.before": ["perplexity of the received model, by client", "1"],
+  "perplexity.after": ["perplexity of the trained model, by client", "1"],
+  "tokens.length": ["tokens in a text, by client", "tokens"],
+  "tokens.padding": ["padding, by client", "share"],
+  "throughput.tokens": ["tokens per second, by client", "tokens/s"],
+  "model.flops_utilisation": ["model FLOP utilisation, by client", "share"],
+  "adapter.scale": ["α/r, by client", "1"],
+};
 const ALL = "all adapters, their mean";
 
 export function view(root, ctx) {
@@ -17,12 +25,12 @@ export function view(root, ctx) {
   const unbind = bindAxis(axis, params);
   const directions = new Axis({ from: 1, to: 16 });
   const layer = chooser(ctx, "of", "layer");
-  const [spectrum, ranks, used, errors, energies, parts] = Array.from({ length: 6 }, () => h("div", {}));
+  const [spectrum, ranks, used, errors, energies, moves, forgotten, parts] = Array.from({ length: 8 }, () => h("div", {}));
   const language = h("div", { class: "split" });
   const content = h("div", {},
     h("div", { class: "row controls" }, layer.node),
     h("section", { class: "panel" }, spectrum),
-    h("div", { class: "split" }, used, errors, energies),
+    h("div", { class: "split" }, used, errors, energies, moves, forgotten),
     h("section", { class: "panel" }, parts),
     h("section", { class: "panel" }, ranks),
     language);
@@ -41,6 +49,8 @@ export function view(root, ctx) {
     used: lineChart(used, { title: "rank that is used", unit: "1", axis, height: 180, onRound }),
     errors: lineChart(errors, { title: "how far B·A is from the mean of products", unit: "share", axis, height: 180, onRound }),
     energies: lineChart(energies, { title: "directions above the smallest rank", unit: "share", axis, height: 180, onRound }),
+    moves: lineChart(moves, { title: "how far the merged weights moved", unit: "1", axis, height: 180, onRound }),
+    forgotten: lineChart(forgotten, { title: "loss on texts that nobody trains on", unit: "nats", axis, height: 180, onRound }),
   };
   const clients = new Map();
   const lines = (curves) => curves.map(({ words, rounds, values }) => ({ name: words, rounds, values }));
@@ -74,6 +84,9 @@ export function view(root, ctx) {
       charts.errors.update({ series: lines(found.errors) });
       energies.hidden = !found.energies.length;
       charts.energies.update({ series: lines(found.energies), note: "where the clients’ ranks differ" });
+      charts.moves.update({ series: lines(found.moves) });
+      forgotten.hidden = !found.held_back.length;
+      charts.forgotten.update({ series: lines(found.held_back) });
       drawClients(found);
     },
 
