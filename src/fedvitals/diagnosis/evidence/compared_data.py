@@ -30,7 +30,7 @@ FEWEST_IN_POOL = 8  # samples of a class that the peers have, and at least of tw
 RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they would be seen
 PRIOR = 10  # samples, as which the usual width of a class counts
 MOST_WEIGHT = 4.0  # times the usual number of samples of a class
-RIDGE = 0.03  # of the mean variance, added to every direction
+RIDGE = 0.03  # of its variance, added to every direction
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
 MOST_OUTLYING = 0.3  # of all clients
@@ -44,9 +44,12 @@ class DataDeviation:
 
     noise: float  # log-likelihood ratio
     rate: float  # estimated share of wrong labels
+    mixed: float  # what wrong labels explain, if their share may differ by class; as a log-likelihood ratio
     flip: float  # log-likelihood ratio
     pair: tuple[int, int] | None  # label, and the class that its samples are of
     share: float  # of the label's samples
+    flipped: float  # that many samples, and as a share of all that the client described
+    flipped_share: float
     flips: int  # labels for which a flip is a likely explanation
     usual_flip: float  # `flip` that a quarter of the other clients exceed
     excess: float
@@ -83,7 +86,7 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
     if cells is None:  # scalars are all that may leave the clients
-        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0.0, 0.0, math.nan, 0)
+        nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
@@ -128,7 +131,7 @@ def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _C
         places = [column[label] for label in own.classes]
         if places:
             counts[row, places], means[row, places] = own.counts * own.distinct, own.means @ whitening
-    traces = np.array([float(np.trace(own.covariance)) for own in sketches.values()])
+    traces = np.array([own.variance for own in sketches.values()])
     wider = traces / max(float(np.median(traces)), 1e-30)
     return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column), wider)
 
@@ -148,7 +151,7 @@ def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], colu
 
 def _whitening(sketches: Collection[DataSketch]) -> Array | None:
     """Return the matrix that gives projections unit covariance within classes, from the usual clients."""
-    traces = np.array([np.trace(own.covariance) for own in sketches])
+    traces = np.array([own.variance for own in sketches])
     usable = np.isfinite(traces) & (traces > 0)
     if not usable.any():
         return None
@@ -156,8 +159,8 @@ def _whitening(sketches: Collection[DataSketch]) -> Array | None:
     kept = [own for own, trace, use in zip(sketches, traces, usable, strict=True) if use and trace <= 4 * middle]
     weights = np.minimum([own.freedom for own in kept], 4 * np.median([own.freedom for own in kept]))
     covariance = np.average([own.covariance for own in kept], axis=0, weights=np.maximum(weights, 1))
-    dimensions = len(covariance)
-    covariance = covariance + RIDGE * np.trace(covariance) / dimensions * np.eye(dimensions)
+    variances = np.diagonal(covariance)
+    covariance = covariance + np.diag(RIDGE * np.maximum(variances, 1e-6 * variances.max()))
     try:
         return np.linalg.cholesky(np.linalg.inv(covariance))
     except np.linalg.LinAlgError:
@@ -180,10 +183,8 @@ def _deviations(
     sampling = cells.widths * (1 / np.maximum(cells.counts, 1) + 1 / np.maximum(others, 1))
     scatter = _scatter(differences, sampling, compared & inside[:, None])
     variances = sampling + scatter
-    rates, errors = _noise_rates(cells, centres, differences, variances, compared)
-    # Where a camera has less contrast, the means of all classes lie nearer to each other, and the inputs scatter less.
     contrast = np.array([min(1.0, max(ratios[node], 1e-3)) for node in cells.nodes])
-    rates, errors = 1 - (1 - rates) / contrast, errors / contrast**2
+    rates, errors, mixed = _noise_rates(cells, centres, differences, variances, compared, contrast)
     noise, resolved = _noise_scores(rates, errors, inside)
     squares = (differences**2).sum(axis=2) / variances
     flips = [
@@ -197,9 +198,12 @@ def _deviations(
         flip, place, share, likely = flips[row]
         pair = None if place is None else (cells.labels[place[0]], cells.labels[place[1]])
         usual = float(np.quantile(np.delete(gains, row), 0.75))
+        flipped = 0.0 if place is None else share * float(cells.counts[row, place[0]])
+        of_all = flipped / max(float(cells.counts[row].sum()), 1.0)
         usual_excess = float(np.median(np.delete(excesses, row)))
         deviations[node] = DataDeviation(
-            *(float(noise[row]), float(rates[row]), flip, pair, share, likely, usual),
+            *(float(noise[row]), float(rates[row]), float(mixed[row]), flip, pair, share),
+            *(flipped, of_all, likely, usual),
             *(float(excesses[row]), usual_excess, float(cells.wider[row]), int(compared[row].sum())),
             *(scores[node], ratios[node], _slope(cells, centres, compared, row), float(resolved[row])),
         )
@@ -219,14 +223,21 @@ def _slope(cells: _Cells, centres: Array, compared: npt.NDArray[np.bool_], row: 
 
 
 def _noise_rates(
-    cells: _Cells, centres: Array, differences: Array, variances: Array, compared: npt.NDArray[np.bool_]
-) -> tuple[Array, Array]:
-    """Return each client's share of wrong labels and the square of its standard error; NaN where it is not known.
+    cells: _Cells,
+    centres: Array,
+    differences: Array,
+    variances: Array,
+    compared: npt.NDArray[np.bool_],
+    contrast: Array,
+) -> tuple[Array, Array, Array]:
+    """Return each client's share of wrong labels and the square of its standard error, NaN where it is not known; and
+    what such labels explain if each class may have a share of its own, as where a client has few samples of a class.
 
     The means of its classes lie, by that share, nearer to those of its other samples. A shift that all classes have in
     common, as of a brighter camera, is taken off first.
     """
     rates, errors = np.full(len(cells.nodes), np.nan), np.full(len(cells.nodes), np.nan)
+    mixed = np.zeros(len(cells.nodes))
     sums = cells.means * cells.counts[:, :, None]
     for row in np.flatnonzero(compared.sum(axis=1) > 1).tolist():
         own = compared[row]
@@ -236,11 +247,16 @@ def _noise_rates(
         towards, moved = mixture - centres[row, own], differences[row, own]
         towards = towards - np.average(towards, axis=0, weights=weights)
         moved = moved - np.average(moved, axis=0, weights=weights)
-        length = float((towards**2 * weights[:, None]).sum())
+        lengths = (towards**2).sum(axis=1)
+        # Where a camera has less contrast, the means of all classes lie nearer to each other, and the inputs scatter less.
+        shares = np.clip((towards * moved).sum(axis=1) / np.maximum(lengths, 1e-9), 1 - contrast[row], 1.0)
+        left, usual = moved - shares[:, None] * towards, moved - (1 - contrast[row]) * towards
+        mixed[row] = float(((usual**2 - left**2).sum(axis=1) * weights).sum()) / 2
+        length = float((lengths * weights).sum())
         if length > 0:
             rates[row] = float((towards * moved * weights[:, None]).sum()) / length
             errors[row] = 1 / length
-    return rates, errors
+    return 1 - (1 - rates) / contrast, errors / contrast**2, mixed
 
 
 def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
@@ -248,7 +264,7 @@ def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) ->
     would be for `RESOLVED` of them.
     """
     peers = inside & np.isfinite(rates)
-    if peers.sum() < FEWEST_CLIENTS:
+    if peers.sum() < FEWEST_CLIENTS - 1:  # besides the client itself
         return np.zeros(len(rates)), np.zeros(len(rates))
     usual = float(np.median(rates[peers]))
     spread = 1.4826 * float(np.median(np.abs(rates[peers] - usual)))

@@ -20,6 +20,7 @@ from fedvitals.protocols import History, Node
 
 NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels that it tells of
 FLIP_LIMIT, LEAST_SHARE = 16.0, 0.35  # the same, of the samples of one label
+FEWEST_FLIPPED, LEAST_FLIPPED = 5.0, 0.05  # samples, and share of all, that a flip must concern
 ABOVE_USUAL = 13.0  # by which a flip must exceed those of the other clients: samples may depend on each other
 EXPLAINED = 0.5  # of what is unusual about a client's data, the share that wrong labels must explain
 SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
@@ -101,7 +102,7 @@ def _another_population(
     """Return the suspects that are too many to be faulty: data that changed together, or many that are as unusual."""
     changed = {node for node, suspect in suspects.items() if suspect.change is not None}
     labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
-    near = sum(own.noise > NOISE_LIMIT / 2 or own.flip > 0.6 * FLIP_LIMIT for own in deviations.values())
+    near = sum(own.noise > NOISE_LIMIT / 2 or own.flip > max(0.6 * FLIP_LIMIT, own.usual_flip + 6) for own in deviations.values())
     most = max(1, MANY * clients)
     return frozenset((changed if len(changed) > most else set()) | (labels if near > most else set()))
 
@@ -138,14 +139,19 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     within = not deviation.wider < 1 + WITHIN * (ratio**2 - 1)
     if deviation.spread_score > limit and ratio > NOISIER and within and not deviation.slope > (1 + ratio) / 2:
         return "input_noise"
-    explained = max(deviation.noise, deviation.flip) >= EXPLAINED * deviation.excess
+    explained = max(deviation.mixed, deviation.flip) >= EXPLAINED * deviation.excess
     noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
-    flip = deviation.flip > max(FLIP_LIMIT, deviation.usual_flip + ABOVE_USUAL) and deviation.share > LEAST_SHARE
+    flip = _flip_excess(deviation) > 0 and deviation.share > LEAST_SHARE
+    flip = flip and deviation.flipped >= FEWEST_FLIPPED and deviation.flipped_share >= LEAST_FLIPPED
     if explained and (noise or flip):
-        several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
-        return "label_noise" if (noise and deviation.noise > deviation.flip) or several else "label_flip"
+        return "label_noise" if deviation.mixed > deviation.flip and (noise or deviation.flips > 1) else "label_flip" if flip else "label_noise"
     limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
     return "inputs" if deviation.excess > limit and deviation.cells > 1 else None
+
+
+def _flip_excess(deviation: DataDeviation) -> float:
+    """Return by how much a flip exceeds its limit."""
+    return deviation.flip - max(FLIP_LIMIT, deviation.usual_flip + ABOVE_USUAL)
 
 
 def _is_usual(deviation: DataDeviation | None) -> bool:
