@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they w
 PRIOR = 10  # samples, as which the usual width of a class counts
 MOST_WEIGHT = 4.0  # times the usual number of samples of a class
 RIDGE = 0.03  # of its variance, added to every direction
+SHRINKAGE = 4  # cells per dimension, as many as count for directions being alike
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
 MOST_OUTLYING = 0.3  # of all clients
@@ -50,6 +51,7 @@ class DataDeviation:
     share: float  # of the label's samples
     flipped: float  # that many samples, and as a share of all that the client described
     flipped_share: float
+    pairs: int  # of classes in which a flip was looked for, of all clients
     flips: int  # labels for which a flip is a likely explanation
     usual_flip: float  # `flip` that a quarter of the other clients exceed
     excess: float
@@ -86,8 +88,9 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
     if cells is None:  # scalars are all that may leave the clients
-        nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0.0, 0.0, 0.0, math.nan, 0)
+        nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
+    cells = _rewhitened(cells, unusual)
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
     most = max(0, int(MOST_OUTLYING * len(first)) - len(unusual))
@@ -167,11 +170,33 @@ def _whitening(sketches: Collection[DataSketch]) -> Array | None:
         return None
 
 
-def _deviations(
-    cells: _Cells, outside: Collection[Node], scores: Mapping[Node, float], ratios: Mapping[Node, float]
-) -> dict[Node, DataDeviation]:
-    """Return the deviations, with these clients left out of everybody's peers."""
+def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
+    """Return the cells with means in units of what healthy clients differ by in each direction, as far as that is
+    known: frames of one video, or one camera's pictures, differ from others more in some directions than in others.
+    """
     inside = np.array([node not in outside for node in cells.nodes])
+    _, differences, sampling, compared, _ = _differences(cells, inside)
+    used = compared & inside[:, None]
+    if not used.any():
+        return cells
+    scaled = differences[used] / np.sqrt(sampling[used] + _scatter(differences, sampling, used))[:, None]
+    dimensions = scaled.shape[1]
+    # No cell counts more than the usual one: those of a client that stands out are among them.
+    lengths = (scaled**2).sum(axis=1)
+    scaled *= np.minimum(1.0, np.sqrt(np.median(lengths) / np.maximum(lengths, 1e-30)))[:, None]
+    covariance = scaled.T @ scaled
+    covariance *= dimensions / max(float(np.trace(covariance)), 1e-30)
+    known = len(scaled) / (len(scaled) + SHRINKAGE * dimensions)
+    turned = np.linalg.cholesky(np.linalg.inv(known * covariance + (1 - known) * np.eye(dimensions)))
+    return replace(cells, means=cells.means @ turned)
+
+
+def _differences(
+    cells: _Cells, inside: npt.NDArray[np.bool_]
+) -> tuple[Array, Array, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return the means of each client's peers, how far its own lie from them and the variance of that by sampling; which
+    classes can be compared, and of which the peers' mean is known at all. All by client and class.
+    """
     pooled = _weights(cells.counts) * inside[:, None]
     totals, holders = pooled.sum(axis=0), (pooled > 0).sum(axis=0)
     sums = (cells.means * pooled[:, :, None]).sum(axis=0)
@@ -181,6 +206,15 @@ def _deviations(
     centres = (sums - cells.means * pooled[:, :, None]) / np.maximum(others, 1)[:, :, None]
     differences = np.where(compared[:, :, None], cells.means - centres, 0.0)
     sampling = cells.widths * (1 / np.maximum(cells.counts, 1) + 1 / np.maximum(others, 1))
+    return centres, differences, sampling, compared, known
+
+
+def _deviations(
+    cells: _Cells, outside: Collection[Node], scores: Mapping[Node, float], ratios: Mapping[Node, float]
+) -> dict[Node, DataDeviation]:
+    """Return the deviations, with these clients left out of everybody's peers."""
+    inside = np.array([node not in outside for node in cells.nodes])
+    centres, differences, sampling, compared, known = _differences(cells, inside)
     scatter = _scatter(differences, sampling, compared & inside[:, None])
     variances = sampling + scatter
     contrast = np.array([min(1.0, max(ratios[node], 1e-3)) for node in cells.nodes])
@@ -192,6 +226,7 @@ def _deviations(
         for row in range(len(cells.nodes))
     ]
     gains = np.array([own[0] for own in flips])
+    pairs = int((compared.sum(axis=1) * (known.sum(axis=1) - 1)).clip(min=0).sum())
     excesses = np.where(compared, squares - cells.means.shape[2], 0.0).sum(axis=1) / 2
     deviations = {}
     for row, node in enumerate(cells.nodes):
@@ -203,7 +238,7 @@ def _deviations(
         usual_excess = float(np.median(np.delete(excesses, row)))
         deviations[node] = DataDeviation(
             *(float(noise[row]), float(rates[row]), float(mixed[row]), flip, pair, share),
-            *(flipped, of_all, likely, usual),
+            *(flipped, of_all, pairs, likely, usual),
             *(float(excesses[row]), usual_excess, float(cells.wider[row]), int(compared[row].sum())),
             *(scores[node], ratios[node], _slope(cells, centres, compared, row), float(resolved[row])),
         )
