@@ -105,9 +105,8 @@ def _looks(images: Tensor) -> list[Tensor]:
     """Return what the patches of images [n, channels, height, width] look like, as one [n, DIMENSIONS]: how strongly
     they answer to random filters, in each field of the image; nothing of inputs that are no images.
 
-    Each image is brought to the same mean and spread first, so brightness and contrast count for nothing here. Classes
-    of natural images differ by their patches more than by their pixels: in these directions they lie about twice as
-    far apart.
+    Brightness and contrast of an image count for nothing here. Classes of natural images differ by their patches more
+    than by their pixels: with these directions they lie two to three times as far apart.
     """
     if images.dim() != 4:
         return []
@@ -116,11 +115,12 @@ def _looks(images: Tensor) -> list[Tensor]:
     if images.shape[1] > 4 or min(images.shape[2:]) < SMALLEST_IMAGE:
         return []
     numbers = torch.nan_to_num(images.float(), nan=0.0, posinf=0.0, neginf=0.0)
-    spread, mean = torch.std_mean(numbers, dim=(1, 2, 3), keepdim=True)
+    spread = _variance(numbers.flatten(1), 1)[:, None].sqrt() + 1e-12
     filters = torch.from_numpy(_filters(images.shape[1])).to(images.device)
     stride = STRIDE if min(images.shape[2:]) >= 16 else 1
-    answers = functional.conv2d((numbers - mean) / (spread + 1e-12), filters, stride=stride).relu_()
-    fields = functional.adaptive_avg_pool2d(answers, GRID).flatten(1)
+    # The filters add up to 0 and all that follows is linear in the scale: as if each image had been standardised.
+    answers = functional.conv2d(numbers, filters, stride=stride).relu_()
+    fields = functional.adaptive_avg_pool2d(answers, GRID).flatten(1) / spread
     return [fields @ torch.from_numpy(_signs(fields.shape[1])).to(images.device) / math.sqrt(fields.shape[1])]
 
 
@@ -146,17 +146,23 @@ def _first_tensor(x: samples.Inputs) -> Tensor | None:
 
 def _number_metrics(flat: Tensor) -> dict[str, float]:
     numbers = flat.float()
-    missing, edges = 0.0, torch.stack(torch.aminmax(numbers))
+    lowest, highest = numbers.amin(0), numbers.amax(0)
+    missing, edges = 0.0, torch.stack([lowest.min(), highest.max()])
     kept = numbers
     if not bool(torch.isfinite(edges).all()):  # the smallest and the largest of what is not finite are not, either
         finite = torch.isfinite(numbers)
         kept, missing = numbers[finite], 1 - float(finite.double().mean())
         edges = torch.stack(torch.aminmax(kept)) if kept.numel() else torch.zeros_like(edges)
-    variance, mean = torch.var_mean(kept, correction=0)
-    constant = (numbers.amin(0) == numbers.amax(0)).double().mean()
+    mean, variance = kept.mean(), _variance(kept.flatten(), 0)
+    constant = (lowest == highest).double().mean()
     values = torch.stack([mean, variance.sqrt(), constant, *edges]).double().cpu().tolist()
     names = ("data.mean", "data.std", "data.constant", "data.min", "data.max")
     return dict(zip(names, values, strict=True)) | {"data.missing": missing, "data.duplicates": _duplicates(flat)}
+
+
+def _variance(numbers: Tensor, axis: int) -> Tensor:
+    """Return the variance along an axis, in two passes: torch's own takes ten times as long on a CPU."""
+    return (numbers - numbers.mean(axis, keepdim=True)).square_().mean(axis)
 
 
 def _spread_error(flat: Tensor) -> float:

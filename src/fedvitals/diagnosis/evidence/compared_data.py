@@ -25,7 +25,7 @@ from fedvitals.data_change import DataSketch
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
-FEWEST_CLIENTS = 4  # that have described their data, from which one of them can stand out
+FEWEST_CLIENTS = 3  # that have described their data, from which one of them can stand out: two others agree
 FEWEST_IN_POOL = 8  # samples of a class that the peers have, and at least of two peers, to compare with
 RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they would be seen
 PRIOR = 10  # samples, as which the usual width of a class counts
@@ -36,6 +36,7 @@ LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
 MOST_OUTLYING = 0.3  # of all clients
 LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations, that healthy clients have
+FEW_CLIENTS = 4  # of fewer than so many, twice as much: what is usual among them is hardly known
 UNUSUAL_SPREAD = 4.5  # deviations of that logarithm, from which a client is left out of the pool
 
 
@@ -115,7 +116,8 @@ def spread_scores(sketches: Mapping[Node, DataSketch]) -> tuple[dict[Node, float
         return nothing, dict.fromkeys(sketches, 1.0)
     distances = logs - np.nanmedian(logs)
     errors = np.array([min(max(own.scalars.get("std_error", 0.0), 0.0), 10.0) for own in sketches.values()])
-    scale = np.hypot(math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), LEAST_SPREAD), errors)
+    least = LEAST_SPREAD * (1 if len(logs) >= FEW_CLIENTS else 2)
+    scale = np.hypot(math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), least), errors)
     scores = np.nan_to_num(distances / scale)
     ratios = np.exp(np.clip(np.nan_to_num(distances), -700, 700))
     return dict(zip(sketches, scores.tolist(), strict=True)), dict(zip(sketches, ratios.tolist(), strict=True))
@@ -194,8 +196,8 @@ def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
 def _differences(
     cells: _Cells, inside: npt.NDArray[np.bool_]
 ) -> tuple[Array, Array, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return the means of each client's peers, how far its own lie from them and the variance of that by sampling; which
-    classes can be compared, and of which the peers' mean is known at all. All by client and class.
+    """Return the means of each client's peers, how far its own lie from them and the variance of that by sampling;
+    which classes can be compared, and of which the peers' mean is known at all. All by client and class.
     """
     pooled = _weights(cells.counts) * inside[:, None]
     totals, holders = pooled.sum(axis=0), (pooled > 0).sum(axis=0)
@@ -283,7 +285,7 @@ def _noise_rates(
         towards = towards - np.average(towards, axis=0, weights=weights)
         moved = moved - np.average(moved, axis=0, weights=weights)
         lengths = (towards**2).sum(axis=1)
-        # Where a camera has less contrast, the means of all classes lie nearer to each other, and the inputs scatter less.
+        # Where a camera has less contrast, all classes lie nearer to each other, and the inputs scatter less.
         shares = np.clip((towards * moved).sum(axis=1) / np.maximum(lengths, 1e-9), 1 - contrast[row], 1.0)
         left, usual = moved - shares[:, None] * towards, moved - (1 - contrast[row]) * towards
         mixed[row] = float(((usual**2 - left**2).sum(axis=1) * weights).sum()) / 2

@@ -105,7 +105,11 @@ def _another_population(
     """Return the suspects that are too many to be faulty: data that changed together, or many that are as unusual."""
     changed = {node for node, suspect in suspects.items() if suspect.change is not None}
     labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
-    near = sum((own.noise > NOISE_LIMIT / 2 and own.rate > LEAST_RATE / 2) or own.flip > max(NEAR_FLIP, own.usual_flip + NEAR_FLIP / 2) for own in deviations.values())
+    near = sum(
+        (own.noise > NOISE_LIMIT / 2 and own.rate > LEAST_RATE / 2)
+        or own.flip > max(NEAR_FLIP, own.usual_flip + NEAR_FLIP / 2)
+        for own in deviations.values()
+    )
     most = max(1, MANY * clients)
     return frozenset((changed if len(changed) > most else set()) | (labels if near > most else set()))
 
@@ -145,7 +149,11 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
     noise = noise and max(deviation.mixed, deviation.flip) >= MIXED * deviation.excess
     flip = deviation.flip > _flip_limit(deviation) and deviation.share > LEAST_SHARE
-    flip = flip and deviation.flipped_share > LEAST_FLIPPED and max(deviation.mixed, deviation.flip) >= EXPLAINED * deviation.excess
+    flip = (
+        flip
+        and deviation.flipped_share > LEAST_FLIPPED
+        and max(deviation.mixed, deviation.flip) >= EXPLAINED * deviation.excess
+    )
     if noise or flip:
         several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
         return "label_noise" if (noise and deviation.mixed > deviation.flip) or several or not flip else "label_flip"
