@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which clients' data look wrong, and how: by what changed in them, and by comparison with their peers' data.
 
-Limits are log-likelihood ratios and deviations that none of about 9,000 healthy clients of the tuning sets exceeded
-(`fedvitals_studies.faultbank`, banks `tune` and `healthy-tune`), except in federations whose clients do not agree on
-what a class is. There many clients stand out, and none of them is accused.
+Limits are log-likelihood ratios and deviations that none of about 13,000 healthy clients of the tuning sets exceeded
+(`fedvitals_studies.faultbank`, banks `tune-wide` and `healthy-tune`), except in federations whose clients do not agree
+on what a class is. There many clients stand out, and none of them is accused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ABOVE_USUAL = 10.0  # by which a flip must exceed those of the other clients: sa
 EXPLAINED, MIXED = 0.5, 0.35  # of what is unusual about a client's data, the share that wrong labels must explain
 SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
 SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
+SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
 SHIFT_LIMIT = 60.0  # log-likelihood ratio from which inputs look otherwise, whatever the labels
 SHIFT_OF_OTHERS = 3.0  # times that of the usual client, which is added to that limit
@@ -138,7 +139,8 @@ def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDevia
 def _kind_of(deviation: DataDeviation) -> str | None:
     """Return the kind of fault that explains a deviation from the peers best; None if it is no more than usual."""
     ratio = deviation.spread_ratio
-    if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / SCALED < ratio < SCALED:
+    scaled = SCALED if deviation.cells > 1 else SCALED_OF_FEW
+    if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / scaled < ratio < scaled:
         return "input_scale"
     # Of inputs with more contrast, the classes would lie further apart, too.
     limit = SPREAD_LIMIT if deviation.cells > 1 else SPREAD_OF_FEW
