@@ -34,7 +34,7 @@ RIDGE = 0.03  # of its variance, added to every direction
 SHRINKAGE = 4  # cells per dimension, as many as count for directions being alike
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
-MOST_OUTLYING = 0.3  # of all clients
+MOST_OUTLYING = 0.3  # of all clients, and at least one
 LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations, that healthy clients have
 FEW_CLIENTS = 4  # of fewer than so many, twice as much: what is usual among them is hardly known
 UNUSUAL_SPREAD = 4.5  # deviations of that logarithm, from which a client is left out of the pool
@@ -94,7 +94,7 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     cells = _rewhitened(cells, unusual)
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
-    most = max(0, int(MOST_OUTLYING * len(first)) - len(unusual))
+    most = max(0, max(1, int(MOST_OUTLYING * len(first))) - len(unusual))
     worst = [node for node in sorted(evidence, key=lambda node: -evidence[node]) if evidence[node] > OUTLYING][:most]
     return _deviations(cells, unusual | {*worst}, scores, ratios) if worst else first
 

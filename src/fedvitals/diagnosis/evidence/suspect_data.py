@@ -148,14 +148,10 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     within = not deviation.wider < 1 + WITHIN * (ratio**2 - 1)
     if deviation.spread_score > limit and ratio > NOISIER and within and not deviation.slope > (1 + ratio) / 2:
         return "input_noise"
-    noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
-    noise = noise and max(deviation.mixed, deviation.flip) >= MIXED * deviation.excess
-    flip = deviation.flip > _flip_limit(deviation) and deviation.share > LEAST_SHARE
-    flip = (
-        flip
-        and deviation.flipped_share > LEAST_FLIPPED
-        and max(deviation.mixed, deviation.flip) >= EXPLAINED * deviation.excess
-    )
+    explained = max(deviation.mixed, deviation.flip)
+    noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE and explained >= MIXED * deviation.excess
+    enough = deviation.share > LEAST_SHARE and deviation.flipped_share > LEAST_FLIPPED
+    flip = deviation.flip > _flip_limit(deviation) and enough and explained >= EXPLAINED * deviation.excess
     if noise or flip:
         several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
         return "label_noise" if (noise and deviation.mixed > deviation.flip) or several or not flip else "label_flip"
