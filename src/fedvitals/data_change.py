@@ -17,7 +17,8 @@ import numpy as np
 
 from fedvitals.stats import Array
 
-MOST_CLASSES, MOST_DIMENSIONS = 64, 16  # of a description; who sends more wants to fill our memory
+MOST_CLASSES, MOST_DIMENSIONS = 64, 32  # of a description; who sends more wants to fill our memory
+LINEAR = 16  # of these dimensions at most, the first: projections of the inputs, which are multiplied where these are
 STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
 FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that is one class's, for another
 LEAST_MOVED = 0.02  # of all labels
@@ -64,6 +65,11 @@ class DataSketch:
     def spread(self) -> float:
         """The standard deviation of the inputs; NaN where there is none, as of tokens."""
         return self.scalars.get("std", math.nan)
+
+    @property
+    def variance(self) -> float:
+        """The variance of its inputs within classes, added up over the directions that inputs are projected onto."""
+        return float(np.trace(self.covariance[:LINEAR, :LINEAR]))
 
     @property
     def distinct(self) -> float:
@@ -184,13 +190,13 @@ def _changed_inputs(before: DataSketch, now: DataSketch) -> DataChange | None:
     ratio = now.spread / before.spread if before.spread > 0 else float("nan")
     if before.classes != now.classes or before.means.shape != now.means.shape or not before.means.size:
         return None
-    old, new = before.means * np.sqrt(before.counts)[:, None], now.means * np.sqrt(now.counts)[:, None]
+    old, new = (own.means[:, :LINEAR] * np.sqrt(own.counts)[:, None] for own in (before, now))
     factor = float((old * new).sum() / max((old**2).sum(), 1e-30))
     size = max(float(np.linalg.norm(new)), 1e-30)
     if float(np.linalg.norm(new - factor * old)) < RESCALED * size:
         scaled = factor > FACTOR or factor < 1 / FACTOR
         return DataChange("input_scale", now.round, factor) if scaled else None
-    wider = np.trace(now.covariance) / max(float(np.trace(before.covariance)), 1e-30)
+    wider = now.variance / max(before.variance, 1e-30)
     if wider > NOISIER and ratio > LESS_NOISY and SAME_MEANS[0] < factor < SAME_MEANS[1]:
         return DataChange("input_noise", now.round, ratio)
     return DataChange("inputs", now.round, ratio)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedvitals.data_change import change_of_data
 from fedvitals.diagnosis.evidence.compared_data import compare_data
 from fedvitals.diagnosis.evidence.described_data import DataSketches, read_sketch
-from fedvitals.diagnosis.evidence.suspect_data import _kind_of
+from fedvitals.diagnosis.evidence.suspect_data import _flip_limit, _kind_of
 from fedvitals.probes.data_sketch import describe
 from fedvitals.records import Event, Where
 
@@ -84,17 +84,50 @@ def test_the_pair_and_the_shares_are_estimated():
     assert compare_data(cohort(c4=noise))["c4"].rate == pytest.approx(0.55, abs=0.2)
 
 
-def test_one_liar_frames_nobody():
+@pytest.mark.parametrize("clients", [3, 4, 10])
+def test_one_liar_frames_nobody(clients):
     """It claims to have most samples of all classes, and that they lie elsewhere."""
-    sketches = cohort()
+    sketches = dict([*cohort().items()][10 - clients :])
     means = np.roll(sketches["c9"].means, 1, axis=0) * 5
     sketches["c9"] = replace(sketches["c9"], counts=np.full(CLASSES, 1e9), means=means, freedom=10**9)
     kinds = {node: _kind_of(own) for node, own in compare_data(sketches).items() if node != "c9"}
     assert {*kinds.values()} == {None}
 
 
+def skewed_noise(x, y):
+    """Half of the labels are guessed, of a client that has hardly any samples of three classes."""
+    kept = (y < 2) | (np.arange(len(y)) % 12 == 0)
+    x, y = x[kept], y[kept]
+    return x, np.where(np.arange(len(y)) % 2 == 0, (y + 1 + np.arange(len(y)) // 2 % 4) % CLASSES, y)
+
+
+def test_wrong_labels_are_named_where_their_share_differs_by_class():
+    """Its rare labels are nearly all wrong, the others half: one share for all explains less than half of it."""
+    deviation = compare_data(cohort(c4=skewed_noise))["c4"]
+    assert _kind_of(deviation) == "label_noise"
+    assert deviation.mixed > deviation.noise
+
+
+@pytest.mark.parametrize("change", [flip, noise, percent])
+def test_two_peers_that_agree_are_enough(change):
+    three = dict([*cohort(c1=change).items()][:3])
+    kinds = {node: _kind_of(own) for node, own in compare_data(three).items()}
+    assert kinds.pop("c1") is not None
+    assert {*kinds.values()} == {None}
+
+
+def test_a_flip_of_few_samples_needs_more_and_so_does_one_of_many_pairs():
+    own = compare_data(cohort(c4=flip))["c4"]
+    assert _kind_of(own) == "label_flip"
+    at_limit = replace(own, flip=_flip_limit(own) + 0.1, mixed=0.0, noise=0.0, excess=0.0)
+    assert _kind_of(at_limit) == "label_flip"
+    assert _kind_of(replace(at_limit, flipped=at_limit.flipped / 8)) is None
+    assert _kind_of(replace(at_limit, pairs=50_000)) is None
+    assert _kind_of(replace(at_limit, flipped_share=0.01)) is None
+
+
 def test_too_few_clients_are_not_compared():
-    assert compare_data(dict([*cohort(c1=flip).items()][:3])) == {}
+    assert compare_data(dict([*cohort(c1=flip).items()][:2])) == {}
 
 
 def test_of_scalars_alone_the_spread_is_compared():

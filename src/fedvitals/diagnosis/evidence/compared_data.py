@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,16 +25,18 @@ from fedvitals.data_change import DataSketch
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
-FEWEST_CLIENTS = 4  # that have described their data, from which one of them can stand out
+FEWEST_CLIENTS = 3  # that have described their data, from which one of them can stand out: two others agree
 FEWEST_IN_POOL = 8  # samples of a class that the peers have, and at least of two peers, to compare with
 RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they would be seen
 PRIOR = 10  # samples, as which the usual width of a class counts
 MOST_WEIGHT = 4.0  # times the usual number of samples of a class
-RIDGE = 0.03  # of the mean variance, added to every direction
+RIDGE = 0.03  # of its variance, added to every direction
+SHRINKAGE = 4  # cells per dimension, as many as count for directions being alike
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
-MOST_OUTLYING = 0.3  # of all clients
+MOST_OUTLYING = 0.3  # of all clients, and at least one
 LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations, that healthy clients have
+FEW_CLIENTS = 4  # of fewer than so many, twice as much: what is usual among them is hardly known
 UNUSUAL_SPREAD = 4.5  # deviations of that logarithm, from which a client is left out of the pool
 
 
@@ -44,9 +46,13 @@ class DataDeviation:
 
     noise: float  # log-likelihood ratio
     rate: float  # estimated share of wrong labels
+    mixed: float  # what wrong labels explain, if their share may differ by class; as a log-likelihood ratio
     flip: float  # log-likelihood ratio
     pair: tuple[int, int] | None  # label, and the class that its samples are of
     share: float  # of the label's samples
+    flipped: float  # that many samples, and as a share of all that the client described
+    flipped_share: float
+    pairs: int  # of classes in which a flip was looked for, of all clients
     flips: int  # labels for which a flip is a likely explanation
     usual_flip: float  # `flip` that a quarter of the other clients exceed
     excess: float
@@ -83,11 +89,12 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
     if cells is None:  # scalars are all that may leave the clients
-        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0.0, 0.0, math.nan, 0)
+        nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
+    cells = _rewhitened(cells, unusual)
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
-    most = max(0, int(MOST_OUTLYING * len(first)) - len(unusual))
+    most = max(0, max(1, int(MOST_OUTLYING * len(first))) - len(unusual))
     worst = [node for node in sorted(evidence, key=lambda node: -evidence[node]) if evidence[node] > OUTLYING][:most]
     return _deviations(cells, unusual | {*worst}, scores, ratios) if worst else first
 
@@ -109,7 +116,8 @@ def spread_scores(sketches: Mapping[Node, DataSketch]) -> tuple[dict[Node, float
         return nothing, dict.fromkeys(sketches, 1.0)
     distances = logs - np.nanmedian(logs)
     errors = np.array([min(max(own.scalars.get("std_error", 0.0), 0.0), 10.0) for own in sketches.values()])
-    scale = np.hypot(math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), LEAST_SPREAD), errors)
+    least = LEAST_SPREAD * (1 if len(logs) >= FEW_CLIENTS else 2)
+    scale = np.hypot(math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), least), errors)
     scores = np.nan_to_num(distances / scale)
     ratios = np.exp(np.clip(np.nan_to_num(distances), -700, 700))
     return dict(zip(sketches, scores.tolist(), strict=True)), dict(zip(sketches, ratios.tolist(), strict=True))
@@ -128,7 +136,7 @@ def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _C
         places = [column[label] for label in own.classes]
         if places:
             counts[row, places], means[row, places] = own.counts * own.distinct, own.means @ whitening
-    traces = np.array([float(np.trace(own.covariance)) for own in sketches.values()])
+    traces = np.array([own.variance for own in sketches.values()])
     wider = traces / max(float(np.median(traces)), 1e-30)
     return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column), wider)
 
@@ -148,7 +156,7 @@ def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], colu
 
 def _whitening(sketches: Collection[DataSketch]) -> Array | None:
     """Return the matrix that gives projections unit covariance within classes, from the usual clients."""
-    traces = np.array([np.trace(own.covariance) for own in sketches])
+    traces = np.array([own.variance for own in sketches])
     usable = np.isfinite(traces) & (traces > 0)
     if not usable.any():
         return None
@@ -156,19 +164,41 @@ def _whitening(sketches: Collection[DataSketch]) -> Array | None:
     kept = [own for own, trace, use in zip(sketches, traces, usable, strict=True) if use and trace <= 4 * middle]
     weights = np.minimum([own.freedom for own in kept], 4 * np.median([own.freedom for own in kept]))
     covariance = np.average([own.covariance for own in kept], axis=0, weights=np.maximum(weights, 1))
-    dimensions = len(covariance)
-    covariance = covariance + RIDGE * np.trace(covariance) / dimensions * np.eye(dimensions)
+    variances = np.diagonal(covariance)
+    covariance = covariance + np.diag(RIDGE * np.maximum(variances, 1e-6 * variances.max()))
     try:
         return np.linalg.cholesky(np.linalg.inv(covariance))
     except np.linalg.LinAlgError:
         return None
 
 
-def _deviations(
-    cells: _Cells, outside: Collection[Node], scores: Mapping[Node, float], ratios: Mapping[Node, float]
-) -> dict[Node, DataDeviation]:
-    """Return the deviations, with these clients left out of everybody's peers."""
+def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
+    """Return the cells with means in units of what healthy clients differ by in each direction, as far as that is
+    known: frames of one video, or one camera's pictures, differ from others more in some directions than in others.
+    """
     inside = np.array([node not in outside for node in cells.nodes])
+    _, differences, sampling, compared, _ = _differences(cells, inside)
+    used = compared & inside[:, None]
+    if not used.any():
+        return cells
+    scaled = differences[used] / np.sqrt(sampling[used] + _scatter(differences, sampling, used))[:, None]
+    dimensions = scaled.shape[1]
+    # No cell counts more than the usual one: those of a client that stands out are among them.
+    lengths = (scaled**2).sum(axis=1)
+    scaled *= np.minimum(1.0, np.sqrt(np.median(lengths) / np.maximum(lengths, 1e-30)))[:, None]
+    covariance = scaled.T @ scaled
+    covariance *= dimensions / max(float(np.trace(covariance)), 1e-30)
+    known = len(scaled) / (len(scaled) + SHRINKAGE * dimensions)
+    turned = np.linalg.cholesky(np.linalg.inv(known * covariance + (1 - known) * np.eye(dimensions)))
+    return replace(cells, means=cells.means @ turned)
+
+
+def _differences(
+    cells: _Cells, inside: npt.NDArray[np.bool_]
+) -> tuple[Array, Array, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return the means of each client's peers, how far its own lie from them and the variance of that by sampling;
+    which classes can be compared, and of which the peers' mean is known at all. All by client and class.
+    """
     pooled = _weights(cells.counts) * inside[:, None]
     totals, holders = pooled.sum(axis=0), (pooled > 0).sum(axis=0)
     sums = (cells.means * pooled[:, :, None]).sum(axis=0)
@@ -178,12 +208,19 @@ def _deviations(
     centres = (sums - cells.means * pooled[:, :, None]) / np.maximum(others, 1)[:, :, None]
     differences = np.where(compared[:, :, None], cells.means - centres, 0.0)
     sampling = cells.widths * (1 / np.maximum(cells.counts, 1) + 1 / np.maximum(others, 1))
+    return centres, differences, sampling, compared, known
+
+
+def _deviations(
+    cells: _Cells, outside: Collection[Node], scores: Mapping[Node, float], ratios: Mapping[Node, float]
+) -> dict[Node, DataDeviation]:
+    """Return the deviations, with these clients left out of everybody's peers."""
+    inside = np.array([node not in outside for node in cells.nodes])
+    centres, differences, sampling, compared, known = _differences(cells, inside)
     scatter = _scatter(differences, sampling, compared & inside[:, None])
     variances = sampling + scatter
-    rates, errors = _noise_rates(cells, centres, differences, variances, compared)
-    # Where a camera has less contrast, the means of all classes lie nearer to each other, and the inputs scatter less.
     contrast = np.array([min(1.0, max(ratios[node], 1e-3)) for node in cells.nodes])
-    rates, errors = 1 - (1 - rates) / contrast, errors / contrast**2
+    rates, errors, mixed = _noise_rates(cells, centres, differences, variances, compared, contrast)
     noise, resolved = _noise_scores(rates, errors, inside)
     squares = (differences**2).sum(axis=2) / variances
     flips = [
@@ -191,15 +228,19 @@ def _deviations(
         for row in range(len(cells.nodes))
     ]
     gains = np.array([own[0] for own in flips])
+    pairs = int((compared.sum(axis=1) * (known.sum(axis=1) - 1)).clip(min=0).sum())
     excesses = np.where(compared, squares - cells.means.shape[2], 0.0).sum(axis=1) / 2
     deviations = {}
     for row, node in enumerate(cells.nodes):
         flip, place, share, likely = flips[row]
         pair = None if place is None else (cells.labels[place[0]], cells.labels[place[1]])
         usual = float(np.quantile(np.delete(gains, row), 0.75))
+        flipped = 0.0 if place is None else share * float(cells.counts[row, place[0]])
+        of_all = flipped / max(float(cells.counts[row].sum()), 1.0)
         usual_excess = float(np.median(np.delete(excesses, row)))
         deviations[node] = DataDeviation(
-            *(float(noise[row]), float(rates[row]), flip, pair, share, likely, usual),
+            *(float(noise[row]), float(rates[row]), float(mixed[row]), flip, pair, share),
+            *(flipped, of_all, pairs, likely, usual),
             *(float(excesses[row]), usual_excess, float(cells.wider[row]), int(compared[row].sum())),
             *(scores[node], ratios[node], _slope(cells, centres, compared, row), float(resolved[row])),
         )
@@ -219,14 +260,21 @@ def _slope(cells: _Cells, centres: Array, compared: npt.NDArray[np.bool_], row: 
 
 
 def _noise_rates(
-    cells: _Cells, centres: Array, differences: Array, variances: Array, compared: npt.NDArray[np.bool_]
-) -> tuple[Array, Array]:
-    """Return each client's share of wrong labels and the square of its standard error; NaN where it is not known.
+    cells: _Cells,
+    centres: Array,
+    differences: Array,
+    variances: Array,
+    compared: npt.NDArray[np.bool_],
+    contrast: Array,
+) -> tuple[Array, Array, Array]:
+    """Return each client's share of wrong labels and the square of its standard error, NaN where it is not known; and
+    what such labels explain if each class may have a share of its own, as where a client has few samples of a class.
 
     The means of its classes lie, by that share, nearer to those of its other samples. A shift that all classes have in
     common, as of a brighter camera, is taken off first.
     """
     rates, errors = np.full(len(cells.nodes), np.nan), np.full(len(cells.nodes), np.nan)
+    mixed = np.zeros(len(cells.nodes))
     sums = cells.means * cells.counts[:, :, None]
     for row in np.flatnonzero(compared.sum(axis=1) > 1).tolist():
         own = compared[row]
@@ -236,11 +284,16 @@ def _noise_rates(
         towards, moved = mixture - centres[row, own], differences[row, own]
         towards = towards - np.average(towards, axis=0, weights=weights)
         moved = moved - np.average(moved, axis=0, weights=weights)
-        length = float((towards**2 * weights[:, None]).sum())
+        lengths = (towards**2).sum(axis=1)
+        # Where a camera has less contrast, all classes lie nearer to each other, and the inputs scatter less.
+        shares = np.clip((towards * moved).sum(axis=1) / np.maximum(lengths, 1e-9), 1 - contrast[row], 1.0)
+        left, usual = moved - shares[:, None] * towards, moved - (1 - contrast[row]) * towards
+        mixed[row] = float(((usual**2 - left**2).sum(axis=1) * weights).sum()) / 2
+        length = float((lengths * weights).sum())
         if length > 0:
             rates[row] = float((towards * moved * weights[:, None]).sum()) / length
             errors[row] = 1 / length
-    return rates, errors
+    return 1 - (1 - rates) / contrast, errors / contrast**2, mixed
 
 
 def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
@@ -248,7 +301,7 @@ def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) ->
     would be for `RESOLVED` of them.
     """
     peers = inside & np.isfinite(rates)
-    if peers.sum() < FEWEST_CLIENTS:
+    if peers.sum() < FEWEST_CLIENTS - 1:  # besides the client itself
         return np.zeros(len(rates)), np.zeros(len(rates))
     usual = float(np.median(rates[peers]))
     spread = 1.4826 * float(np.median(np.abs(rates[peers] - usual)))

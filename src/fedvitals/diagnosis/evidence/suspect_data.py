@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which clients' data look wrong, and how: by what changed in them, and by comparison with their peers' data.
 
-Limits are log-likelihood ratios and deviations that none of about 9,000 healthy clients of the tuning sets exceeded
-(`fedvitals_studies.faultbank`, banks `tune` and `healthy-tune`), except in federations whose clients do not agree on
-what a class is. There many clients stand out, and none of them is accused.
+Limits are log-likelihood ratios and deviations that none of about 13,000 healthy clients of the tuning sets exceeded
+(`fedvitals_studies.faultbank`, banks `tune-wide` and `healthy-tune`), except in federations whose clients do not agree
+on what a class is. There many clients stand out, and none of them is accused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,15 +20,19 @@ from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 
 NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels that it tells of
-FLIP_LIMIT, LEAST_SHARE = 16.0, 0.35  # the same, of the samples of one label
-ABOVE_USUAL = 13.0  # by which a flip must exceed those of the other clients: samples may depend on each other
-EXPLAINED = 0.5  # of what is unusual about a client's data, the share that wrong labels must explain
+FLIP_LIMIT, LEAST_SHARE = 13.0, 0.35  # the same, of the samples of one label
+FEW_FLIPPED, LEAST_FLIPPED = 8.0, 0.05  # samples that are few, and share of all that a flip must concern
+USUAL_PAIRS = 900  # of classes, times clients, at which the limit is as above
+ABOVE_USUAL = 10.0  # by which a flip must exceed those of the other clients: samples may depend on each other
+EXPLAINED, MIXED = 0.5, 0.35  # of what is unusual about a client's data, the share that wrong labels must explain
 SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
 SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
+SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
 SHIFT_LIMIT = 60.0  # log-likelihood ratio from which inputs look otherwise, whatever the labels
 SHIFT_OF_OTHERS = 3.0  # times that of the usual client, which is added to that limit
 WITHIN = 0.4  # of what noise adds to the variance of inputs, the share that must be seen within classes
+NEAR_FLIP = 9.6  # of a log-likelihood ratio that is unusual, if not enough for an accusation
 MANY = 0.3  # of all clients: if more than so many stand out, they are another population
 GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that are a group with inputs of their own
 MOST_COMPARED = 300  # clients, of those that are not in the round the ones that told last
@@ -101,7 +106,11 @@ def _another_population(
     """Return the suspects that are too many to be faulty: data that changed together, or many that are as unusual."""
     changed = {node for node, suspect in suspects.items() if suspect.change is not None}
     labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
-    near = sum(own.noise > NOISE_LIMIT / 2 or own.flip > 0.6 * FLIP_LIMIT for own in deviations.values())
+    near = sum(
+        (own.noise > NOISE_LIMIT / 2 and own.rate > LEAST_RATE / 2)
+        or own.flip > max(NEAR_FLIP, own.usual_flip + NEAR_FLIP / 2)
+        for own in deviations.values()
+    )
     most = max(1, MANY * clients)
     return frozenset((changed if len(changed) > most else set()) | (labels if near > most else set()))
 
@@ -130,7 +139,8 @@ def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDevia
 def _kind_of(deviation: DataDeviation) -> str | None:
     """Return the kind of fault that explains a deviation from the peers best; None if it is no more than usual."""
     ratio = deviation.spread_ratio
-    if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / SCALED < ratio < SCALED:
+    scaled = SCALED if deviation.cells > 1 else SCALED_OF_FEW
+    if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / scaled < ratio < scaled:
         return "input_scale"
     # Of inputs with more contrast, the classes would lie further apart, too.
     limit = SPREAD_LIMIT if deviation.cells > 1 else SPREAD_OF_FEW
@@ -138,14 +148,23 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     within = not deviation.wider < 1 + WITHIN * (ratio**2 - 1)
     if deviation.spread_score > limit and ratio > NOISIER and within and not deviation.slope > (1 + ratio) / 2:
         return "input_noise"
-    explained = max(deviation.noise, deviation.flip) >= EXPLAINED * deviation.excess
-    noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
-    flip = deviation.flip > max(FLIP_LIMIT, deviation.usual_flip + ABOVE_USUAL) and deviation.share > LEAST_SHARE
-    if explained and (noise or flip):
+    explained = max(deviation.mixed, deviation.flip)
+    noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE and explained >= MIXED * deviation.excess
+    enough = deviation.share > LEAST_SHARE and deviation.flipped_share > LEAST_FLIPPED
+    flip = deviation.flip > _flip_limit(deviation) and enough and explained >= EXPLAINED * deviation.excess
+    if noise or flip:
         several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
-        return "label_noise" if (noise and deviation.noise > deviation.flip) or several else "label_flip"
+        return "label_noise" if (noise and deviation.mixed > deviation.flip) or several or not flip else "label_flip"
     limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
     return "inputs" if deviation.excess > limit and deviation.cells > 1 else None
+
+
+def _flip_limit(deviation: DataDeviation) -> float:
+    """Return the log-likelihood ratio from which a flip is reported: more where many are looked for, where those of the
+    other clients are higher, and where it concerns few samples, whose mean need not be normal.
+    """
+    limit = max(FLIP_LIMIT + math.log(max(deviation.pairs, 1) / USUAL_PAIRS), deviation.usual_flip + ABOVE_USUAL)
+    return limit * max(1.0, FEW_FLIPPED / max(deviation.flipped, 1e-9))
 
 
 def _is_usual(deviation: DataDeviation | None) -> bool:

@@ -17,6 +17,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from fedvitals.diagnosis.evidence.compared_data import compare_data
 from fedvitals.diagnosis.evidence.described_data import DataSketches
 from fedvitals.diagnosis.evidence.suspect_data import judge_data
@@ -46,12 +48,18 @@ class DataFigures:
     beside: list[str] = field(default_factory=list)  # healthy clients beside a culprit
     skipped: Counter[str] = field(default_factory=Counter)  # cases that cannot be run here, by what is missing
 
-    def add(self, case: Case, data: Path | None) -> None:
-        """Judge one case of a bank, if its fault is one of the data or it has none."""
+    def add(self, case: Case, data: Path | None, *, from_start: bool = False) -> None:
+        """Judge one case of a bank, if its fault is one of the data or it has none. `from_start`: as if it had been
+        there from the beginning, so that peers decide and no past does.
+        """
         if {kind_of(type(fault).__name__) for fault in case.experiment.faults} - {*KINDS}:
             return
         try:
-            site = prepare_site(filled(case, healthy_site(case.experiment, data)), data)
+            experiment = filled(case, healthy_site(case.experiment, data))
+            if from_start:
+                faults = [msgspec.structs.replace(fault, since=0, until=None) for fault in experiment.faults]
+                experiment = msgspec.structs.replace(experiment, faults=tuple(faults))
+            site = prepare_site(experiment, data)
             accused = accusations(site)
         except ConfigError as error:
             self.skipped[str(error).partition(".")[0]] += 1
@@ -122,11 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bank")
     parser.add_argument("--data", type=Path, help="the folder of the data sets")
+    parser.add_argument("--from-start", action="store_true", help="as if all faults were there from the beginning")
     parser.add_argument("--every", type=int, default=1, help="only every so many cases")
     asked = parser.parse_args()
     bank, figures, began = read_bank(asked.bank), DataFigures(), time.perf_counter()
     for case in bank.cases[:: asked.every]:
-        figures.add(case, asked.data)
+        figures.add(case, asked.data, from_start=asked.from_start)
     head = f"Bank {bank.name}, digest {bank.digest}, {time.perf_counter() - began:.0f} s."
     left_out = [f"Left out {count}: {words}." for words, count in figures.skipped.items()]
     sys.stdout.write("\n".join([head, "", *figures.lines(), *left_out, ""]))

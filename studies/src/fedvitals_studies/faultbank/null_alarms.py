@@ -27,7 +27,7 @@ from fedvitals.diagnosis.detectors.absence import CHANCE, frequent_failures
 from fedvitals.diagnosis.detectors.system import stragglers
 from fedvitals.diagnosis.evidence.attendance import LOOK_BACK
 from fedvitals.diagnosis.evidence.own_past import ALLOWANCE, LIMIT, LOSS, OwnPast
-from fedvitals.diagnosis.evidence.suspect_data import examine_data
+from fedvitals.diagnosis.evidence.suspect_data import FLIP_LIMIT, USUAL_PAIRS, examine_data
 from fedvitals.probes.data_sketch import describe
 from fedvitals.protocols import History
 from fedvitals.records import Event, Metric, Where
@@ -153,8 +153,9 @@ def data_rate(runs: int) -> NullRate:
             events.append(Event(Where(RUN, 0, f"c{client}"), 0.0, "info", name, text, data, f"c{client}", 1))
         history = _history({"steps": np.full((1, CLIENTS), 4.0)}, events)
         alarms += len(examine_data(history, 0).suspects)
-    # A log-likelihood ratio of 16 with one parameter that is above 0: half the chance that χ² with 1 degree exceeds 32.
-    flips = classes * (classes - 1) * 0.5 * math.erfc(math.sqrt(32 / 2))
+    # A log-likelihood ratio of L with one parameter that is above 0: half the chance that χ² with 1 degree exceeds 2 L.
+    pairs = classes * (classes - 1)
+    flips = pairs * 0.5 * math.erfc(math.sqrt(FLIP_LIMIT + math.log(CLIENTS * pairs / USUAL_PAIRS)))
     noise, spread = 0.5 * math.erfc(math.sqrt(16 / 2)), math.erfc(4.5 / math.sqrt(2))
     claimed = 100 * (flips + noise + spread)
     return NullRate("data against peers", "ten normal classes", "descriptions", claimed, alarms, runs * CLIENTS)
