@@ -19,6 +19,7 @@ from fedvitals.diagnosis.detectors import (
     few_clients,
     gradient,
     guards,
+    input_profiles,
     labels,
     language,
     learning_rate,
@@ -56,7 +57,11 @@ RULES: tuple[Detector, ...] = (
     *memory_leaks.DETECTORS,
     *stalls.DETECTORS,
 )
-BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
+BESIDE_EVIDENCE: tuple[Detector, ...] = (
+    *changed_clients.DETECTORS,
+    *against_cohort.DETECTORS,
+    *input_profiles.DETECTORS,
+)
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)
 """The detectors of «standard». Together they keep within the false-alarm budget of docs/issues.md."""
 
