@@ -172,6 +172,23 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure(
+        "update.inputs_alike",
+        "1",
+        "Largest cosine of the client's input profile to another client's: which inputs of the first dense layer its "
+        "updates move more or less than the median client's, averaged over its rounds. Clients that train in the same "
+        "trigger are near 1.",
+        "max_{j≠i} cos(Σ 0.8ᵃ p_i/‖p_i‖, Σ 0.8ᵃ p_j/‖p_j‖), p = log(q + 1/n) − median, q_k = Σ_r d_rk² / Σ d²",
+        needs="four clients in the round, and a dense layer of 32 inputs or more",
+    ),
+    Measure(
+        "update.inputs_apart",
+        "1",
+        "How far the updates single out few inputs of the first dense layer: the mean of the largest 1 % of the "
+        "client's input profile. At 1.4, these inputs move four times as much as in the median client's updates.",
+        "mean of the largest 1 % of Σ 0.8ᵃ p_i / Σ 0.8ᵃ",
+        needs="four clients in the round, and a dense layer of 32 inputs or more",
+    ),
+    Measure(
         "update.differs",
         "share",
         "How far what arrived is from what the client says that it sent: the largest difference between the nine sums "

@@ -20,6 +20,7 @@ from fedvitals.diagnosis.detectors import (
     gradient,
     gradient_scale,
     guards,
+    input_profiles,
     labels,
     language,
     learning_rate,
@@ -58,7 +59,11 @@ RULES: tuple[Detector, ...] = (
     *memory_leaks.DETECTORS,
     *stalls.DETECTORS,
 )
-BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
+BESIDE_EVIDENCE: tuple[Detector, ...] = (
+    *changed_clients.DETECTORS,
+    *against_cohort.DETECTORS,
+    *input_profiles.DETECTORS,
+)
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)
 """The detectors of «standard». Together they keep within the false-alarm budget of docs/issues.md."""
 

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Turns
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.input_profiles import InputProfiles
 from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
-from fedvitals.probes.peer_columns import MOST_CLIENTS, PeerLayout, layout_of
+from fedvitals.probes.peer_columns import MOST_CLIENTS, LayerSlice, PeerLayout, layout_of
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
@@ -118,6 +119,7 @@ class ArrayUpdates:
     def __init__(self, *, brief: bool, memory: int) -> None:
         self._brief, self._memory, self._held = brief, memory, 0
         self._models = PastArrayModels(memory // 4)
+        self._profiles = InputProfiles()
         self._layouts: dict[tuple[int, ...], PeerLayout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
         self._previous: dict[str, ArrayUpdate] = {}  # the client that was absent longest first
@@ -215,9 +217,19 @@ class ArrayUpdates:
             layout = self._layouts.get(cohort[0].sizes, PeerLayout())
             for update, row in zip(cohort, peer_rows(vectors, sums_of_all, layout, self._models), strict=True):
                 update.peers = row[None]
+            self._compare_inputs(cohort, vectors, layout.dense)
         for update, copies in zip(cohort, _count_copies(vectors), strict=True):
             if copies and update.squares > 0:
                 update.metrics["update.duplicates"] = float(copies)
+
+    def _compare_inputs(self, cohort: list[ArrayUpdate], vectors: Sequence[Values], dense: LayerSlice | None) -> None:
+        if dense is None:
+            return
+        layers = (own[dense.place].reshape(dense.rows, -1).astype(np.float64) for own in vectors)
+        squares = np.stack([(layer**2).sum(axis=0) for layer in layers])
+        measured = self._profiles.compare([update.node for update in cohort], squares)
+        for update in cohort:
+            update.metrics |= measured.get(update.node, {})
 
     def _release(self, old: ArrayUpdate | None) -> None:
         if old is not None and old.vector is not None:

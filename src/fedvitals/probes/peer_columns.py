@@ -37,6 +37,7 @@ class PeerLayout:
     first: LayerSlice | None = None  # the first and the last weight of two or more dimensions
     head: LayerSlice | None = None
     bias: LayerSlice | None = None  # of the head
+    dense: LayerSlice | None = None  # the first weight of two dimensions that is no table of tokens
 
 
 def layout_of(table: LayerTable) -> PeerLayout:
@@ -53,7 +54,9 @@ def layout_of(table: LayerTable) -> PeerLayout:
         return PeerLayout()
     head = weights[-1]
     biased = head + 1 < len(shapes) and shapes[head + 1] == shapes[head][:1]
-    return PeerLayout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
+    dense = next((i for i in weights if len(shapes[i]) == 2 and "embed" not in table.layers[i].name.lower()), None)
+    bias = piece(head + 1) if biased else None
+    return PeerLayout(piece(weights[0]), piece(head), bias, None if dense is None else piece(dense))
 
 
 def spread_rows(sums: Array) -> Array:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums, sums_of_parts
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.input_profiles import InputProfiles
 from fedvitals.probes.layer_products import Workspace, as_matrix, products_by_layer
-from fedvitals.probes.peer_columns import MOST_CLIENTS
+from fedvitals.probes.peer_columns import MOST_CLIENTS, LayerSlice
 from fedvitals.probes.peers import PastModels, PeerLayout, Peers, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
@@ -108,6 +109,7 @@ class UpdateTracker:
         self._held = self._expected = 0
         self._models = PastModels(memory // 4)
         self._workspace = Workspace()
+        self._profiles = InputProfiles()
         self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
         self._round: dict[str, ClientUpdate] = {}
         self._previous: dict[str, PreviousUpdate] = {}  # the client that was absent longest first
@@ -232,6 +234,16 @@ class UpdateTracker:
             layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), PeerLayout())
             peers = Peers(vectors, _sums(cohort), layout, self._models, self._workspace)
             _set_peers(cohort, peers.rows(_sketches(cohort)))
+            self._compare_inputs(cohort, vectors, layout.dense)
+
+    def _compare_inputs(self, cohort: list[ClientUpdate], vectors: list[Tensor], dense: LayerSlice | None) -> None:
+        if dense is None:
+            return
+        norms = [torch.linalg.vector_norm(own[dense.place].view(dense.rows, -1), dim=0) for own in vectors]
+        squares = torch.stack(norms).cpu().numpy().astype(np.float64) ** 2
+        measured = self._profiles.compare([update.node for update in cohort], squares)
+        for update in cohort:
+            update.metrics |= measured.get(update.node, {})
 
     def _align_to_vectors(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
         sizes = cohort[0].sizes

@@ -49,6 +49,8 @@ TITLES = {
     "update.zero": "update is zero",
     "update.nonfinite": "NaN and Inf in the update",
     "update.duplicates": "clients with the same update",
+    "update.inputs_alike": "likeness to another client in the inputs that its updates move",
+    "update.inputs_apart": "how far its updates single out few inputs",
     "update.differs": "difference between sent and received update",
     "update.factor": "received update relative to the trained one",
     "update.base_age": "age of the model that it trained from",

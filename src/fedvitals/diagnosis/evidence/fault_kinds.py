@@ -17,6 +17,7 @@ _KINDS = {
     "gaussian": ("BYZANTINE", "noise instead of, or on top of, its update"),
     "little_is_enough": ("BYZANTINE", "an update shaped to hide among the others"),
     "inner_product": ("BYZANTINE", "the others' mean, turned round"),
+    "backdoor": ("BYZANTINE", "a trigger that is trained in"),
 }
 ISSUE_OF = {kind: issue for kind, (issue, _) in _KINDS.items()}
 WORDS = {kind: words for kind, (_, words) in _KINDS.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bars of the issue «Find what is ill», each with what was obtained on a bank.
 
-The bank `attacks` is measured by the bars about backdoors and ByzFL's attacks alone, and the other banks by the others.
+The banks of attacks are measured by the bars about backdoors and ByzFL's attacks alone, and the others by the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedvitals_studies.faultbank.intervals import NOTHING, Estimate
 from fedvitals_studies.faultbank.score import Judgement, Target
 from fedvitals_studies.faultbank.strict import alarms_by_group, by_kind, macro_f1, pooled_alarms, recall_beside_full
 
-BANK_OF_ATTACKS = "attacks"
+BANKS_OF_ATTACKS = ("attacks", "tune-attacks")
 LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
 ATTACKER_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "accused_faulty", "top_1")
 FLIPPED = 0.15  # of a client's samples, at least, for one flipped class to be asked for
@@ -32,7 +32,7 @@ def asked_bars(
     kinds: Sequence[Row],
 ) -> tuple[Bar, ...]:
     """All bars. `lied`: runs with lies; `at_levels`: at lower privacy levels; `alarms`, `kinds`: rows of `strict`."""
-    apart = [each for each in judged if each.outcome.bank == BANK_OF_ATTACKS]
+    apart = [each for each in judged if each.outcome.bank in BANKS_OF_ATTACKS]
     if apart:
         judged, lied, at_levels, alarms, kinds = [], [], [], {}, []
     return (
@@ -120,7 +120,7 @@ def attackers_by_method(by_method: Mapping[str, Judgements]) -> list[Row]:
     rows = []
     for words, wanted in (("backdoors that succeed", _is_open), ("ByzFL's attacks", _is_byzantine)):
         for method, judged in by_method.items():
-            runs = [each for each in judged if each.outcome.bank == BANK_OF_ATTACKS and wanted(each)]
+            runs = [each for each in judged if each.outcome.bank in BANKS_OF_ATTACKS and wanted(each)]
             if any(each.targets for each in runs):
                 rows.append(row(f"{words}: {method}", runs, ATTACKER_FIGURES))
     return rows

@@ -29,7 +29,7 @@ from fedvitals_studies.faultbank.matrix import called
 from fedvitals_studies.faultbank.recording import Recording
 
 TRANSFORMED = "updates.transformed"
-ATTACKS = "attacks"  # the bank in which detectors of attackers that need every round are asked, too
+ATTACKS = ("attacks", "tune-attacks")  # the banks in which detectors of attackers that need every round are asked, too
 SCALE_ROUNDS = 4  # gradient scale in every so many rounds
 
 
@@ -136,7 +136,7 @@ def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryS
         return Tee(monitor)
     last = experiment.rounds - 1
     looks = (last // 2, last)
-    shape, histories = site.dataset.shape, case.bank == ATTACKS
+    shape, histories = site.dataset.shape, case.bank in ATTACKS
     return Tee(monitor, UpdateBaselines(site.module, shape, experiment.seed, looks, histories=histories))
 
 

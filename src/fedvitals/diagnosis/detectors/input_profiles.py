@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detector of triggers that are trained in: updates that move inputs which the others' do not.
+
+It rests on updates alone, so that a client gains nothing by what it tells. Labels that differ from client to client
+make profiles differ as well, all of them by about as much: so a few clients are named only if there is a gap between
+them and all others of the same round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from fedvitals.diagnosis.detectors.changed_clients import located_clients
+from fedvitals.diagnosis.evidence.attendance import groups_of, rounds_until
+from fedvitals.diagnosis.evidence.exact_relations import exact_relations
+from fedvitals.diagnosis.evidence.fault_kinds import WORDS
+from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
+from fedvitals.diagnosis.evidence.label_counts import label_counts
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
+from fedvitals.diagnosis.evidence.transformed_updates import transformation
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding, Suspect
+
+ALIKE, APART = "update.inputs_alike", "update.inputs_apart"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """From which value on clients stand out, by how much from all others, and how many of them at least."""
+
+    name: str
+    limit: float
+    gap: float
+    fewest: int
+    text: str
+
+
+SIGNS = (
+    _Sign(
+        ALIKE,
+        0.75,
+        0.2,
+        2,
+        "single out the same inputs as another client's (cosine {value:.2f}), and nobody else's do",
+    ),
+    _Sign(APART, 1.3, 0.4, 1, "move few inputs of the first dense layer {times:.2g} times as much as the others'"),
+)
+MOST = 0.4  # of the clients: more are a population of their own
+FEWEST = 4  # clients: fewer have no majority to be compared with
+STREAK = 4  # participations in a row in which a client stands out
+FIRST = 6  # participation in which a client is first judged
+ONE_CLASS = 0.4  # of a client's samples
+CONFIDENCE = 0.9
+
+
+def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]:
+    """BYZANTINE: a client's updates move few inputs far more than the others', or the same ones as an accomplice's.
+
+    Clients that another rule names are left out, and so are groups whose members continue each other's models. Clients
+    that describe inputs of their own are alike for that reason, unless they all teach mostly one and the same class.
+    """
+    outstanding = _outstanding(history, round_index)
+    if not outstanding or groups_of(history, round_index) or transformation(history, round_index) is not None:
+        return
+    named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
+    trend, data = LOCATOR.trend_up_to(history, round_index), examine_data(history, round_index)
+    for node, sign in outstanding.items():
+        since = _since(history, round_index, node)
+        if since is None or node in named or node in data.suspects:
+            continue
+        if node in data.group and sign.name == ALIKE and not _teach_one_class(history, round_index, outstanding):
+            continue
+        if node not in data.group and trend.is_explained(node):
+            continue
+        values = history.latest(sign.name, round_index)
+        value, others = values[node], max(v for other, v in values.items() if other not in outstanding)
+        words = sign.text.format(value=value, times=math.exp(value))
+        yield finding(
+            "BYZANTINE",
+            round_index,
+            f"Since round {since}, the updates of {node} {words}: as where a trigger is trained in.",
+            confidence=CONFIDENCE,
+            since=since,
+            node=node,
+            severity="warning",
+            numbers=[Number(sign.name, value, others)],
+            suspects=[Suspect(node, CONFIDENCE, WORDS["backdoor"])],
+            more={"causes": [["backdoor", 0.9], ["little_is_enough", 0.1]]},
+        )
+
+
+def _since(history: History, round_index: int, node: Node) -> int | None:
+    """Return the first of the rounds in which a client has stood out up to now; None if these are too few."""
+    own = [r for r in rounds_until(history, round_index) if node in history.latest(ALIKE, r)]
+    since = None
+    for count, past_round in enumerate(reversed(own), start=1):
+        if node not in _outstanding(history, past_round):
+            break
+        since = past_round if count >= STREAK else None
+    return since if len(own) >= FIRST else None
+
+
+def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]) -> bool:
+    """Return whether these clients report labels of which the same one is a large part of each."""
+    histograms = [own for node, own in label_counts(history, round_index).histograms.items() if node in nodes and own]
+    largest = {max(own, key=lambda label: own[label]) for own in histograms}
+    parts = [max(own.values()) / sum(own.values()) for own in histograms if sum(own.values())]
+    return len(parts) == len(nodes) and len(largest) == 1 and min(parts) >= ONE_CLASS
+
+
+@shared
+def _outstanding(history: History, round_index: int) -> Mapping[Node, _Sign]:
+    """Return the clients that stand out in a round, with the sign by which they do."""
+    found: dict[Node, _Sign] = {}
+    for sign in SIGNS:
+        values = history.latest(sign.name, round_index)
+        ranked = sorted(values, key=lambda node: -values[node])
+        for count in range(sign.fewest, int(MOST * len(ranked)) + 1 if len(ranked) >= FEWEST else 0):
+            last, following = values[ranked[count - 1]], values[ranked[count]]
+            if last >= sign.limit and last - following >= sign.gap:
+                found = {**dict.fromkeys(ranked[:count], sign), **found}
+                break
+    return found
+
+
+DETECTORS: tuple[Detector, ...] = (trained_in_triggers,)

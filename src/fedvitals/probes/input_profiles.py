@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which inputs of the first dense layer a client's updates move, compared with its peers over the rounds.
+
+A trigger that is trained in moves the weights of the inputs that it covers, in every round, and nobody else's updates
+do. So a client's profile, the share of the layer's squared change at each input, differs from the median client's at
+few inputs by much; and clients that train in the same trigger differ from the others in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedvitals.stats import Array
+
+ALIKE, APART = "update.inputs_alike", "update.inputs_apart"
+FEWEST_CLIENTS = 4  # under which a median says nothing of anybody
+FEWEST_INPUTS = 32  # of fewer, two profiles are alike by chance
+MOST_INPUTS = 4096  # beyond it, neighbours are taken together
+NUMBERS_AT_ONCE = 1 << 21  # of all clients' profiles; where these are many, more neighbours are taken together
+KEPT = 0.8  # of a client's past, from one participation to the next
+OUTSTANDING = 0.01  # share of the inputs that are furthest above the median client's
+STILL = 0.01  # of the median client's change of the layer, under which a client does not move it
+
+
+class InputProfiles:
+    """The profiles of a run's clients, averaged over their rounds; `compare` takes in a round."""
+
+    def __init__(self) -> None:
+        self._width = 0
+        self._past: dict[
+            str, tuple[Array, Array, float]
+        ] = {}  # sums of directions and of differences, and their weight
+
+    def compare(self, nodes: Sequence[str], squares: Array) -> dict[str, dict[str, float]]:
+        """Return what is measured of each client of a round; nothing of those that hardly move the layer.
+
+        `squares` is [clients, inputs]: at each input, the sum of the squared changes of its weights.
+        """
+        totals = squares.sum(axis=1)
+        moving = np.flatnonzero((totals > STILL * np.median(totals)) & np.isfinite(totals)) if len(nodes) else ()
+        if len(moving) < FEWEST_CLIENTS or squares.shape[1] < FEWEST_INPUTS:
+            return {}
+        shares = _binned(squares[moving] / totals[moving, None])
+        if shares.shape[1] != self._width:
+            self._width, self._past = shares.shape[1], {}
+        logs = np.log(shares + 1 / self._width)
+        differences = logs - np.median(logs, axis=0)
+        names = [nodes[i] for i in moving]
+        for name, own, direction in zip(names, differences, _directions(differences), strict=True):
+            directions, sums, weight = self._past.pop(name, (np.zeros(1), np.zeros(1), 0.0))
+            self._past[name] = KEPT * directions + direction, KEPT * sums + own, KEPT * weight + 1
+        self._forget(len(names))
+        past = [self._past[name] for name in names]
+        directions = _directions(np.stack([own for own, _, _ in past]))
+        cosines = directions @ directions.T
+        np.fill_diagonal(cosines, -1.0)
+        means = np.stack([own / weight for _, own, weight in past])
+        above = max(2, int(OUTSTANDING * self._width))
+        apart = np.partition(means, -above, axis=1)[:, -above:].mean(axis=1)
+        alike = cosines.max(axis=1)
+        return {name: {ALIKE: float(a), APART: float(b)} for name, a, b in zip(names, alike, apart, strict=True)}
+
+    def _forget(self, clients: int) -> None:
+        """Drop whoever was absent longest, beyond what memory is meant for."""
+        for name in [*self._past][: max(0, len(self._past) - max(clients, NUMBERS_AT_ONCE // self._width))]:
+            del self._past[name]
+
+
+def _binned(shares: Array) -> Array:
+    """Return [clients, at most `MOST_INPUTS`], with neighbouring inputs added up where there are more."""
+    clients, inputs = shares.shape
+    most = max(FEWEST_INPUTS, min(MOST_INPUTS, NUMBERS_AT_ONCE // clients))
+    together = -(-inputs // most)
+    padded = np.pad(shares, ((0, 0), (0, -inputs % together)))
+    return np.asarray(padded.reshape(clients, -1, together).sum(axis=2))
+
+
+def _directions(rows: Array) -> Array:
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0))
