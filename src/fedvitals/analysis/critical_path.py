@@ -271,7 +271,7 @@ def _describe_arrivals(time: RoundTime, flown: Mapping[str, float]) -> str:
     typical = format_seconds(median(each))
     return (
         f"round {time.round} took {format_seconds(time.seconds)}: {len(each)} updates came in, of {typical} "
-        f"in the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
+        f"in the median, {100 * flown[part]:.0f} % of that {NOUNS.get(part, part)}"
     )
 
 
@@ -332,14 +332,16 @@ NOUNS = {
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people write it: «8.1 s», «0.24 s», «3 ms», «1,240 s»."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    if seconds >= 0.01:
-        return f"{seconds:.2g} s"
-    return f"{1000 * seconds:.2g} ms" if seconds >= 1e-5 else "0 s"
+    """Return a duration as `views.units.seconds` does: «8.12 s», «240 ms», «20 min 40 s»."""
+    if seconds < 1e-9:
+        return "0 s"
+    for below, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (59.95, 1.0, "s")):
+        if seconds < below:
+            return f"{float(f'{seconds * factor:.3g}'):g} {unit}"
+    step, large, small = (60, "min", "s") if seconds < 3600 else (3600, "h", "min")
+    whole, rest = divmod(round(seconds), step)
+    rest = rest if small == "s" else rest // 60
+    return f"{whole:,} {large}".replace(",", "\u2009") + (f" {rest} {small}" if rest else "")
 
 
 FEWEST = 3  # rounds: of two, nobody says which one is usual

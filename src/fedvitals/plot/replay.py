@@ -68,7 +68,7 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     axes.axvline(known.mean, color=COLOURS[1], linewidth=1.0)
     shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
     odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
-    odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
+    odd += [f"{100 * known.zeros / known.count:.0f} % zero"] if known.zeros else []
     head(axes, words(shown.title, 60), ", ".join([shape, f"norm {format_cell(known.norm)}", *odd]))
     axes.set_xlabel(f"value; orange: the mean, {format_cell(known.mean).replace('-', '−')}", labelpad=1)
     axes.set_ylabel("how many", labelpad=2)

@@ -151,7 +151,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> Folded:
 
 
 def _row(row: ClientRow) -> tuple[str, ...]:
-    cases = "; ".join(f"{literal(case.title)} {whole_percent(case.confidence)}" for case in row.cases)
+    cases = "; ".join(f"{literal(case.title)} {literal(case.sure)}" for case in row.cases)
     return (
         literal(row.name, 40) + (f" ({literal(row.label)})" if row.label else ""),
         cases or "–",

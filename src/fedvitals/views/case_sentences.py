@@ -134,7 +134,7 @@ def sure(case: Case) -> str:
     """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
     certain = case.issue_entry.exact or case.issue_entry.family == "user"
     if case.confidence >= 0.995 and not (certain and case.confidence == 1):
-        return "over 99 %"
+        return "> 99 %"
     return f"{100 * case.confidence:.0f} %"
 
 
