@@ -40,7 +40,7 @@ def store(tmp_path_factory):
         told.append(run_of(f"slow-{seed}", "slow", seed=seed, noise=0.01, started=STARTED + seed))
         told.append(run_of(f"fast-{seed}", "fast", seed=seed, noise=0.01, rate=0.2, compute=1.0, best=0.7,
                            started=STARTED + 50 + seed, gsc=0.0))  # fmt: skip
-    told[0].add(Finding(Where("slow-0", 1, "c1"), STARTED, "STRAGGLER", "warning", 0.9, "c1 is slow."))
+    told[0].add(Finding(Where("slow-0", 1, "c1"), STARTED, "TIMEOUT", "warning", 0.9, "c1 is late."))
     return stored(tmp_path_factory.mktemp("compare") / "runs.db", *told)
 
 

@@ -302,6 +302,8 @@ def _describe_path(
     on_it = {link.node for link in links if link.node in shape.nodes}
     if slowest is None or saved is None or not links:
         return text + (f": the server's {NOUNS.get(part, part)}, {format_seconds(seconds)}" if seconds else "")
+    # Who would be hardly missed is not named.
+    rest = f"; without {slowest} {format_seconds(saved)}" if saved < (1 - NAMED_FROM) * time.seconds else ""
     if shape.slots is not None and node != SERVER:
         turns = sum(link.seconds for link in links if link.node in shape.nodes)
         count = (
@@ -310,10 +312,10 @@ def _describe_path(
             else max(len(on_it), *(link.shared for link in links))
         )
         how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
-        return f"{text}: {count} clients {how}, {format_seconds(turns)}; without {slowest} {format_seconds(saved)}"
+        return f"{text}: {count} clients {how}, {format_seconds(turns)}{rest}"
     whose = "the server's" if node == SERVER else f"{node}'s"
     text = f"{text}: {whose} {NOUNS.get(part, part)}, {format_seconds(seconds)}"
-    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {format_seconds(saved)}"
+    return text if len(shape.nodes) < 2 else f"{text}{rest}"
 
 
 NOUNS = {
@@ -344,6 +346,7 @@ def format_seconds(seconds: float) -> str:
     return f"{whole:,} {large}".replace(",", "\u2009") + (f" {rest} {small}" if rest else "")
 
 
+NAMED_FROM = 0.02  # of a round, by which it must be shorter without its slowest client for that one to be named
 FEWEST = 3  # rounds: of two, nobody says which one is usual
 LONGER = 1.5  # times the others' median
 BEGINNING = ("compute", "data loading", WAITING, UNACCOUNTED)  # what is slow at first; a slow link stays slow

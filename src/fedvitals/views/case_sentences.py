@@ -29,6 +29,7 @@ OF_CLIENTS = {
     "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
     "BYZANTINE": ("sends manipulated updates", "send manipulated updates"),
     "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),
+    "ADAPTER_SCALE_MISMATCH": ("uses another α/r than the others", "use other α/r than the rest"),
     "FREE_RIDER": ("sends updates without training", "send updates without training"),
     "DUPLICATE_UPDATE": ("sends the same update as another client", "send the same updates as other clients"),
     "WRONG_SAMPLE_COUNT": ("claims a wrong number of samples", "claim wrong numbers of samples"),

@@ -25,7 +25,7 @@ MOST_LINES = 4  # suspects; more is no picture
 POINTS = 600
 FEWEST_PEERS = 3
 LOG_FROM = 50.0  # times the smallest value, from which a linear axis hides the small ones
-OWN, USUAL = "evidence of the finding", "what such an issue shows in"
+OWN, USUAL = "evidence of the finding", "a typical sign of this issue"
 RESORT = "nothing nearer to it was measured"
 ENOUGH = 2  # plots, from which on nothing is added to what the finding names
 

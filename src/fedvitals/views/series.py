@@ -21,7 +21,7 @@ from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
-from fedvitals.views.metric_titles import metric_title
+from fedvitals.views.metric_titles import in_words, metric_title
 from fedvitals.views.not_finite import rounds_not_finite
 
 Numbers = list[float | None]
@@ -148,7 +148,7 @@ def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], value
         of=of,
         title=metric_title(name),
         unit=unit_of(name),
-        meaning=meaning_of(name),
+        meaning=in_words(meaning_of(name)),
         rounds=begins,
         last=ends,
         values=columns[0],
@@ -191,7 +191,7 @@ def band(name: str, matrix: Matrix, points: int, first: int | None = None, last:
         name=name,
         title=metric_title(name),
         unit=unit_of(name),
-        meaning=meaning_of(name),
+        meaning=in_words(meaning_of(name)),
         rounds=[int(numbers[begin]) for begin, _ in starts],
         last=[int(numbers[end - 1]) for _, end in starts],
         min=low,

@@ -146,7 +146,7 @@ function layerPart(ctx, axis, node) {
   const none = h("div", {});
   let flags = [];
   const chart = remade(host, (where, how) => heatMap(where, {
-    ...how, axis, rowHeight: 14, maxHeight: 360, colours: "signed",
+    ...how, axis, rowHeight: 14, maxHeight: 364, colours: "signed",
     onCell: (_, round) => go(runLink(ctx.run, "rounds", String(round))),
     rowHref: (row) => link(runLink(ctx.run, "layers"), { layer: row }),
   }));
