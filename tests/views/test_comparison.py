@@ -52,7 +52,7 @@ def test_opens_with_accuracy_then_divergence_findings_time_and_memory(store, cap
              "Why")  # fmt: skip
     places = [out.index(words) for words in order]
     assert places == sorted(places)
-    assert "Accuracy  89.5 % → 69.5 %  −20 pp" in out
+    assert "Accuracy  89.5 % → 69.5 %  −20 points" in out
     assert "4.5 s → 3.5 s" in out
     assert "2 MB → 1 MB" in out
     assert "A: c1" in out

@@ -14,10 +14,9 @@ import numpy as np
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import MissingExtraError
-from fedvitals.plot.scale import tick
 from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
 from fedvitals.views.axis_ends import honest_ends
-from fedvitals.views.units import seconds, size
+from fedvitals.views.units import number, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - the other modules take it from here
@@ -128,7 +127,7 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
         "bytes": lambda value: "0" if value == 0 else size(value).replace("-", "−"),
         "share": lambda value: f"{100 * value:.3g} %".replace("-", "−"),
     }
-    form = formats.get(unit, tick)
+    form = formats.get(unit, number)
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(lambda value, _: form(value))
     if which == "y":

@@ -166,7 +166,7 @@ def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, 
             lines.append(_series(sign, node, node, rounds, values, points))
     if lines or is_client(case.node):
         return lines
-    for who, name in ((None, "federation"), ("server", "server")):
+    for who, name in ((None, "global model"), ("server", "server")):
         if who in own:
             return [_series(sign, None, name, *own[who], points)]
     middle = matrix.band() if matrix.rounds else None
