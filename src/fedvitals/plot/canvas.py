@@ -151,15 +151,15 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
     for case in cases:  # worst first
         if case.first is not None:
             seen.setdefault(case.first, []).append(case)
-    for place, (number, same) in enumerate(seen.items()):
+    for place, (round_index, same) in enumerate(seen.items()):
         colour, shape = SEVERITY.get(same[0].severity, SEVERITY["note"])
-        axes.axvline(number, color=colour, linewidth=0.7, alpha=0.6, zorder=1)
-        axes.plot([number], [1.02], shape, color=colour, markersize=4.5, transform=across, clip_on=False, zorder=5)
+        axes.axvline(round_index, color=colour, linewidth=0.7, alpha=0.6, zorder=1)
+        axes.plot([round_index], [1.02], shape, color=colour, markersize=4.5, transform=across, clip_on=False, zorder=5)
         if named and place < NAMED_FLAGS:
             name = words(same[0].node or same[0].group or same[0].layer or same[0].issue, 14)
             more = f" +{len(same) - 1}" if len(same) > 1 else ""
             axes.annotate(
-                f"{name}{more}", (number, 1.0), (3, -3), across, "offset points", fontsize=SMALL, va="top",
+                f"{name}{more}", (round_index, 1.0), (3, -3), across, "offset points", fontsize=SMALL, va="top",
                 color=HAIRLINE,
             )  # fmt: skip
 
