@@ -357,7 +357,7 @@ class Finding:
         titles = ("severity", "where", "round", "what", "sure", "suspects")
         suspects = ", ".join(suspect.node for suspect in self.suspects)
         what = f"{self.issue}: {self.message}"
-        cells = self.severity, place, self.where.round, what, f"{self.confidence:.0%}", suspects
+        cells = self.severity, place, self.where.round, what, f"{100 * self.confidence:.0f} %", suspects
         return html.display(html.table(titles, [cells]))
 
 

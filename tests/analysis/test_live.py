@@ -165,7 +165,7 @@ def test_five_rounds_bound_by_the_same_are_a_note_in_one_case():
     found = examine(history([{"compute": 0.9}] * 3 + [{"upload": 0.7}] * 8), detectors=[bottleneck])
     assert {f.where.round for f in found} == {8, 9, 10}  # one round late
     assert {(f.issue, f.severity, f.evidence["since"]) for f in found} == {("BOTTLENECK", "note", 3)}
-    assert found[0].message == "Of a round of 20 s, 70% goes to sending updates to the server."
+    assert found[0].message == "Of a round of 20 s, 70 % goes to sending updates to the server."
     (case,) = cases(found)
     assert not is_trouble(case)
 
@@ -173,7 +173,7 @@ def test_five_rounds_bound_by_the_same_are_a_note_in_one_case():
 def test_stragglers_come_first_and_are_named():
     found = examine(history([{"straggler": 0.6, "upload": 0.8}] * 6), detectors=[bottleneck])
     text = (
-        "Of a round of 20 s, 60% would be saved without waiting for the slowest clients, c7 in 5 of the last 5 rounds."
+        "Of a round of 20 s, 60 % would be saved without waiting for the slowest clients, c7 in 5 of the last 5 rounds."
     )
     assert [f.message for f in found] == [text]
 

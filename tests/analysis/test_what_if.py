@@ -215,7 +215,7 @@ def test_who_holds_up_the_run_is_named_among_the_remedies():
     assert found["without"].key == {"without": ["c3"]}
     assert found["without"].after == pytest.approx(1.5)
     assert found["deadline"].after == pytest.approx(1.5, abs=1e-3)
-    assert found["deadline"].costs == "8% of the clients would not count, those of c3 in most rounds."
+    assert found["deadline"].costs == "8 % of the clients would not count, those of c3 in most rounds."
 
 
 def test_changes_are_worked_out_from_the_experiment():

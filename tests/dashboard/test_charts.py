@@ -365,3 +365,37 @@ def test_numbers_are_written_as_people_read_them(page: Any, gallery: str) -> Non
         ("exact", -0.1): "−0.1", ("ago", 100, 280): "3 min ago", ("when", math.nan): "–",
     }  # fmt: skip
     assert ask(page, "written", [list(call) for call in said]) == list(said.values())
+
+
+def test_one_long_round_does_not_flatten_the_others(page, gallery):
+    """A warm-up is cut off, and said to be: on its scale all other rounds would lie on the floor."""
+    page.goto(gallery)
+    words = page.evaluate(
+        """async () => {
+          const { stackChart } = await import("/static/charts/index.js");
+          const host = document.createElement("div");
+          document.body.prepend(host);
+          const chart = stackChart(host, { title: "round time", unit: "seconds" });
+          const rounds = [0, 1, 2, 3, 4, 5];
+          chart.update({ rounds, parts: [{ name: "compute", values: [9, 0.2, 0.3, 0.2, 0.25, 0.2] }], note: "of it" });
+          await new Promise((go) => setTimeout(go, 200));
+          return host.innerText + " " + [...host.querySelectorAll("text")].map((one) => one.textContent).join(" ");
+        }"""
+    )
+    assert "round 0 cut off" in words
+    assert re.search(r"9.s", words)
+    assert "6" not in re.findall(r"(\d+).s", words)  # no tick beyond what the others need
+
+
+def test_what_is_counted_has_no_halves(page, gallery):
+    page.goto(gallery)
+    ticks = page.evaluate(
+        """async () => {
+          const { honestEnds, linear, log } = await import("/static/charts/scales.js");
+          const ends = (low, high, unit) => linear(...honestEnds(low, high, unit), 200, 0, 6, unit).ticks;
+          return { events: ends(0, 1, "events"), steps: ends(9, 9, "steps"), log: log(0.6, 1.6, 200, 0).ticks };
+        }"""
+    )
+    assert ticks["events"] == [0, 1]
+    assert ticks["steps"] == [9]
+    assert len(ticks["log"]) > 1  # an axis with one number says nothing

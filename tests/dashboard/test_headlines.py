@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first screen says what happened to the model, who caused it and what else is wrong, and draws no NaN as 0."""
 
+import math
 from base64 import b64decode
 
 import pytest
 
 from fedvitals import lab
+from fedvitals.dashboard.pages.client import client_times
+from fedvitals.dashboard.pages.runs import facts_of as runs_facts
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.store import open_reader
+from fedvitals.views.card import health_card
+from fedvitals.views.cases import cases_of
+from fedvitals.views.clients import roster
 from fedvitals.views.heat import layer_grid
+from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.series import series
 from fedvitals.views.verdict import verdict_of
-from support.dashboard_server import needs_browser, serve
+from support.dashboard_server import needs_browser, ready, serve
+from support.verbs import run as run_verb
 
 HEADLINE = "The model was lost in round 6: NaN from c5. c2 also crashes since round 4."
 
@@ -38,6 +47,59 @@ def test_damage_comes_first_then_who_causes_it_then_others(lost):
     assert b64decode(grid.state)[-1] == 3
 
 
+def test_the_norm_of_nan_is_not_zero(lost):
+    """Kernels add up the finite values: of a gradient of NaN they give 0, which no list and no plot may show."""
+    path, run = lost
+    with open_reader(path) as reader:
+        line = series(reader, run, "gradient.norm", "c5", 100)
+        matrix = metric_matrix(reader, run, "update.norm")
+        rows = {row.name: row for row in roster(reader, run).rows}
+        signs = {sign.name: sign for sign in health_card(reader, run).signs}
+    assert line.odd == [6, 7, 8]
+    assert [value for value in line.values if value is not None and value < 0.1] == []
+    assert math.isnan(matrix["c0"][1][-1])
+    assert (rows["c5"].norm, "norm" in rows["c5"].odd) == (None, True)
+    assert math.isnan(signs["gradient.norm"].values[-1])
+
+
+def test_findings_are_counted_once_and_the_same_everywhere(lost, capsys):
+    path, run = lost
+    with open_reader(path) as reader:
+        listed, counted = runs_facts(reader, run).findings, len(cases_of(reader, run))
+    assert sum(listed.values()) == counted == 4
+    _, out, _ = run_verb(capsys, "findings", run, "--store", path)
+    assert "4 findings (2 consequences), 4 still there" in out
+    _, out, _ = run_verb(capsys, "runs", "--store", path)
+    assert out.splitlines()[1].split()[-3] == "4"  # before «3.41 s»
+
+
+def test_a_client_that_trains_in_a_batch_is_not_called_slow(lost):
+    """Its spans are those of the whole batch; it is compared by the seconds that it was given."""
+    path, run = lost
+    with open_reader(path) as reader:
+        times = client_times(reader, run, "c7")
+    assert times.own[-1] == pytest.approx(times.median[-1], rel=0.5)
+
+
+@pytest.mark.browser
+@needs_browser
+def test_pages_use_words_for_people(page, lost):
+    """No raw id, no backtick, no advice twice, no title that has lost its noun, outside of tooltips."""
+    path, run = lost
+    with serve(path) as url:
+        ready(page, f"{url}/runs/{run}/rounds/5", "round")
+        heads = page.locator(".view-round th").all_inner_texts()
+        assert "loss before local training" in heads
+        assert not [text for text in heads if "." in text or "_" in text]
+        for key in ("CRASH~c2~~", "NAN_GRADIENT~c5~~dense1.weight"):
+            ready(page, f"{url}/runs/{run}/findings/{key}", "finding")
+            page.wait_for_load_state("networkidle")
+            text = page.locator("main").inner_text()
+            assert not [word for word in ("`", "advise", "how often:", "client.failed or") if word in text], text
+        titles = page.locator(".chart-title").all_inner_texts()
+        assert "gradient norm" in titles
+
+
 @pytest.mark.browser
 @needs_browser
 def test_the_first_screen_has_it(page, lost):
@@ -49,6 +111,7 @@ def test_the_first_screen_has_it(page, lost):
         assert page.locator(".verdict-headline").inner_text() == HEADLINE
         assert page.locator(".verdict-state").inner_text().endswith("PROBLEM")
         page.locator(".chart-note", has_text="measured on up to").first.wait_for()
+        assert "findings (4)" in page.locator(".pages").inner_text()
         assert "9/9 rounds" in page.locator(".facts").inner_text()
         for line in page.locator(".finding-line .num").all():  # «> 99 %» is whole
             assert line.evaluate("node => node.scrollWidth <= node.clientWidth + 1")

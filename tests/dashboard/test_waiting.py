@@ -7,6 +7,8 @@ from fedvitals import lab
 from fedvitals.dashboard.pages.time_costs import changes, time_costs
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.store import open_reader
+from fedvitals.views.card import health_card
+from fedvitals.views.cases import cases_of
 from fedvitals.views.profile import profile_of
 from fedvitals.views.round import round_page
 from fedvitals.views.verdict import verdict_of
@@ -57,7 +59,7 @@ def test_what_if_has_one_engine(slow):
     assert not any(one.at_most for one in page.what_if)
 
 
-def test_who_is_slow_but_not_waited_for_is_said_to_be_so(tmp_path):
+def test_who_is_slow_but_not_waited_for_is_a_note(tmp_path, capsys):
     """Ten times as slow in computing is nothing, where nearly all of a round is its messages."""
     path = tmp_path / "runs.db"
     faults = (lab.straggler(nodes=["c3"], since=3),)
@@ -65,9 +67,14 @@ def test_who_is_slow_but_not_waited_for_is_said_to_be_so(tmp_path):
     with Monitor(path, run="messages", seed=1, config={"rounds": 9}) as monitor:
         lab.run(lab.Experiment(**settings, network=lab.Network(links="3g"), faults=faults), monitor)
     with open_reader(path) as reader:
-        verdict = verdict_of(reader, monitor.run.id)
-    assert verdict.issue == "STRAGGLER"
-    assert "Rounds 0 to 8 waited less than 1 % of their time for c3" in verdict.detail
+        verdict, found = verdict_of(reader, monitor.run.id), cases_of(reader, monitor.run.id, notes=True)
+        assert cases_of(reader, monitor.run.id) == list(health_card(reader, monitor.run.id).cases) == []
+    assert (verdict.state, verdict.next_step) == ("healthy", "")
+    assert [(case.issue, case.node, case.severity) for case in found if case.issue == "STRAGGLER"] == [
+        ("STRAGGLER", "c3", "note")
+    ]
+    _, out, _ = run_verb(capsys, "findings", monitor.run.id, "--notes", "--store", path)
+    assert "Rounds waited less than 1 % of their time for it." in " ".join(out.split())
 
 
 @pytest.mark.browser

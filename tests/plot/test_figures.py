@@ -249,6 +249,6 @@ def test_axes_are_wide_and_no_line_crosses_empty_rounds(tmp_path):
     for axes in (*plot.cohort("uneven", "fit.loss_before", nodes=["c1"], store=path).axes, loss):
         dotted = [line for line in axes.lines if line.get_linestyle() not in ("None", "-")]
         assert dotted == []
-    early = [text for text in loss.texts if text.get_text() in ("median client", "federation")]
+    early = [text for text in loss.texts if text.get_text() in ("median client", "global model")]
     assert len(early) == 2
     assert all(text.arrow_patch is None for text in early)  # no leader across rounds that have no value

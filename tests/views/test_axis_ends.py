@@ -18,6 +18,10 @@ CASES = [
     (0.0, 0.0, "1"),
     (-1.0, 1.0, "1"),
     (0.9, 1.3, "share"),
+    (0.02, 0.15, "seconds"),
+    (134e3, 155e3, "bytes"),
+    (9.0, 9.0, "steps"),
+    (0.0, 1.0, "events"),
 ]
 
 
@@ -25,6 +29,17 @@ def test_a_small_change_of_accuracy_is_no_cliff():
     bottom, top = honest_ends(0.095, 0.103, "share")
     assert top - bottom == pytest.approx(0.1)
     assert (0.103 - 0.095) / (top - bottom) < 0.1
+
+
+def test_what_is_twice_as_long_is_drawn_twice_as_high():
+    assert honest_ends(0.0146, 0.146, "seconds")[0] == 0
+    assert honest_ends(0.2, 1.0, "share") == (0, 1)
+    assert honest_ends(1.9, 2.3, "1")[0] > 1.5
+
+
+def test_a_small_change_of_an_amount_is_no_cliff():
+    bottom, top = honest_ends(134e3, 155e3, "bytes")
+    assert (155 - 134) * 1e3 / (top - bottom) < 0.6
 
 
 @pytest.mark.parametrize(("low", "high", "unit"), CASES)

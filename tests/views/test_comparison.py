@@ -40,7 +40,7 @@ def store(tmp_path_factory):
         told.append(run_of(f"slow-{seed}", "slow", seed=seed, noise=0.01, started=STARTED + seed))
         told.append(run_of(f"fast-{seed}", "fast", seed=seed, noise=0.01, rate=0.2, compute=1.0, best=0.7,
                            started=STARTED + 50 + seed, gsc=0.0))  # fmt: skip
-    told[0].add(Finding(Where("slow-0", 1, "c1"), STARTED, "STRAGGLER", "warning", 0.9, "c1 is slow."))
+    told[0].add(Finding(Where("slow-0", 1, "c1"), STARTED, "TIMEOUT", "warning", 0.9, "c1 is late."))
     return stored(tmp_path_factory.mktemp("compare") / "runs.db", *told)
 
 
@@ -52,7 +52,7 @@ def test_opens_with_accuracy_then_divergence_findings_time_and_memory(store, cap
              "Why")  # fmt: skip
     places = [out.index(words) for words in order]
     assert places == sorted(places)
-    assert "Accuracy  89.5 % → 69.5 %  −20 pp" in out
+    assert "Accuracy  89.5 % → 69.5 %  −20 points" in out
     assert "4.5 s → 3.5 s" in out
     assert "2 MB → 1 MB" in out
     assert "A: c1" in out

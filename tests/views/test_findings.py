@@ -288,8 +288,8 @@ def run(capsys, *arguments):
 def test_the_list_is_short_and_judges(store, capsys):
     code, out, _ = run(capsys, "findings", "ill", "--store", store)
     assert code == 1
-    assert "1 case, 1 still there" in out
-    assert "c1: LABEL_NOISE, 90% sure, since round 1, seen in 3 rounds, still there" in out
+    assert "1 finding, 1 still there" in out
+    assert "c1: LABEL_NOISE, 90 % sure, since round 1, seen in 3 rounds, still there" in out
     assert "c1 [bold]is ill" in out  # a record's text is no markup
     assert "MISSING_CLASSES" not in out
     assert "1 note is not shown: --notes" in out
@@ -306,7 +306,7 @@ def test_a_node_in_full(store, capsys):
         "what      c1 [bold]is ill",
         "where     c1",
         "when      since round 1",
-        "how sure  90%",
+        "how sure  90 %",
         "update norm",
         "other clients",
         "6.1",
@@ -351,7 +351,7 @@ def test_a_note_is_no_trouble_and_a_suspect_is_concerned(store, capsys):
 def test_one_round_as_it_stood_then(store, capsys):
     code, out, _ = run(capsys, "findings", "ill", "--round", "2", "--store", store)
     assert code == 1
-    assert "70% sure, since round 1, seen in 1 round, still there" in out
+    assert "70 % sure, since round 1, seen in 1 round, still there" in out
     assert "MISSING_CLASSES" not in out
     assert run(capsys, "findings", "ill", "--round", "1", "--store", store)[0] == 0
 
@@ -404,8 +404,8 @@ def test_wrong_use_is_two_with_an_answer(store, capsys, tmp_path, monkeypatch):
 def test_show_has_the_cases(store, capsys):
     code, out, _ = run(capsys, "show", "ill", "--store", store)
     assert code == 0
-    assert "Health: 1 case, 1 still there." in out
-    assert "c1: LABEL_NOISE, 90% sure" in out
+    assert "Health: 1 finding, 1 still there." in out
+    assert "c1: LABEL_NOISE, 90 % sure" in out
     assert "No findings by 1 detectors." in run(capsys, "show", "well", "--store", store)[1]
     assert "not judged" in run(capsys, "show", "unjudged", "--store", store)[1]
     told = json.loads(run(capsys, "show", "ill", "--json", "--store", store)[1])["result"]
@@ -430,10 +430,10 @@ def test_the_monitor_prints_cases():
                         one_step(monitor, node)
         found = monitor.findings(notes=True)
     assert len(found) == 3
-    ill = "warning: c1 [bold]is ill (LABEL_NOISE, 90%; since round 1, seen in 2 rounds, still there)"
+    ill = "warning: c1 [bold]is ill (LABEL_NOISE, 90 %; since round 1, seen in 2 rounds, still there)"
     assert str(found).splitlines() == [
         ill,
-        "note: c0 has few classes (MISSING_CLASSES, 90%; since round 0, seen in 1 round, last in round 0)",
+        "note: c0 has few classes (MISSING_CLASSES, 90 %; since round 0, seen in 1 round, last in round 0)",
     ]
     assert len(monitor.findings()) == 2
     assert str(monitor.findings()).splitlines() == [ill, "1 note is not shown: findings(notes=True)."]

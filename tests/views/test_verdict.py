@@ -43,8 +43,8 @@ def test_the_sentence_says_who_what_since_when_and_how_sure():
         ({"node": "c12"}, "c12 sends updates like a client with wrong labels, since round 5 (96 %)"),
         ({"since": 9}, "c7 sends updates like a client with wrong labels, since round 9 (96 %)"),
         ({"confidence": 0.71}, "c7 sends updates like a client with wrong labels, since round 5 (71 %)"),
-        ({"confidence": 0.999}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
-        ({"confidence": 1.0}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
+        ({"confidence": 0.999}, "c7 sends updates like a client with wrong labels, since round 5 (> 99 %)"),
+        ({"confidence": 1.0}, "c7 sends updates like a client with wrong labels, since round 5 (> 99 %)"),
         (
             {"issue": "NAN_UPDATE", "confidence": 1.0},
             "c7 sends updates that are NaN or infinite, since round 5 (100 %)",
@@ -140,9 +140,10 @@ def test_a_finding_of_a_users_own_speaks_in_its_own_words():
 def test_healthy_is_said_as_plainly():
     told = verdict()
     assert told.state == "healthy"
-    assert told.headline == "Healthy. 40 rounds, 20 clients; no finding, expected false alarms 0.4."
+    assert told.headline == "Healthy. 40 rounds, 20 clients: no finding."
+    assert "0.4 false alarms are to be expected" in told.detail
     strict = dataclasses.replace(FACTS, false_alarms=0.1, rounds=100)
-    assert "expected false alarms 0.1." in verdict(facts=strict).headline
+    assert "0.1 false alarms are to be expected" in verdict(facts=strict).detail
 
 
 def test_what_could_not_be_seen_is_said_with_healthy():

@@ -261,14 +261,14 @@ def describe_bound(
         return f"straggler-bound: it waits for {_names(stragglers)}{behind}"
     if kind in ("upload", "download") and upload_and_download_tied(shares or {}):
         up, down = ((shares or {}).get(way, 0.0) for way in ("upload", "download"))
-        return f"transfer-bound: upload {up:.0%}, download {down:.0%} of its critical path"
+        return f"transfer-bound: upload {100 * up:.0f} %, download {100 * down:.0f} % of its critical path"
     if kind != NOTHING:
-        return f"{kind.replace(' ', '-')}-bound, {share:.0%} of its critical path"
+        return f"{kind.replace(' ', '-')}-bound, {100 * share:.0f} % of its critical path"
     unknown = (shares or {}).get(UNACCOUNTED, 0.0)
     waiting = (shares or {}).get(WAITING, 0.0)
     if max(unknown, waiting) > BOUND:
         what = "is unaccounted for" if unknown >= waiting else "is spent waiting for what is not seen"
-        return f"bound by nothing that is known, {max(unknown, waiting):.0%} of its critical path {what}"
+        return f"bound by nothing that is known, {100 * max(unknown, waiting):.0f} % of its critical path {what}"
     return "bound by nothing in particular, no kind of work is a third of its critical path"
 
 

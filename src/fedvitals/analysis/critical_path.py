@@ -271,7 +271,7 @@ def _describe_arrivals(time: RoundTime, flown: Mapping[str, float]) -> str:
     typical = format_seconds(median(each))
     return (
         f"round {time.round} took {format_seconds(time.seconds)}: {len(each)} updates came in, of {typical} "
-        f"in the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
+        f"in the median, {100 * flown[part]:.0f} % of that {NOUNS.get(part, part)}"
     )
 
 
@@ -302,6 +302,8 @@ def _describe_path(
     on_it = {link.node for link in links if link.node in shape.nodes}
     if slowest is None or saved is None or not links:
         return text + (f": the server's {NOUNS.get(part, part)}, {format_seconds(seconds)}" if seconds else "")
+    # Who would be hardly missed is not named.
+    rest = f"; without {slowest} {format_seconds(saved)}" if saved < (1 - NAMED_FROM) * time.seconds else ""
     if shape.slots is not None and node != SERVER:
         turns = sum(link.seconds for link in links if link.node in shape.nodes)
         count = (
@@ -310,10 +312,10 @@ def _describe_path(
             else max(len(on_it), *(link.shared for link in links))
         )
         how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
-        return f"{text}: {count} clients {how}, {format_seconds(turns)}; without {slowest} {format_seconds(saved)}"
+        return f"{text}: {count} clients {how}, {format_seconds(turns)}{rest}"
     whose = "the server's" if node == SERVER else f"{node}'s"
     text = f"{text}: {whose} {NOUNS.get(part, part)}, {format_seconds(seconds)}"
-    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {format_seconds(saved)}"
+    return text if len(shape.nodes) < 2 else f"{text}{rest}"
 
 
 NOUNS = {
@@ -332,16 +334,19 @@ NOUNS = {
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people write it: «8.1 s», «0.24 s», «3 ms», «1,240 s»."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    if seconds >= 0.01:
-        return f"{seconds:.2g} s"
-    return f"{1000 * seconds:.2g} ms" if seconds >= 1e-5 else "0 s"
+    """Return a duration as `views.units.seconds` does: «8.12 s», «240 ms», «20 min 40 s»."""
+    if seconds < 1e-9:
+        return "0 s"
+    for below, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (59.95, 1.0, "s")):
+        if seconds < below:
+            return f"{float(f'{seconds * factor:.3g}'):g} {unit}"
+    step, large, small = (60, "min", "s") if seconds < 3600 else (3600, "h", "min")
+    whole, rest = divmod(round(seconds), step)
+    rest = rest if small == "s" else rest // 60
+    return f"{whole:,} {large}".replace(",", "\u2009") + (f" {rest} {small}" if rest else "")
 
 
+NAMED_FROM = 0.02  # of a round, by which it must be shorter without its slowest client for that one to be named
 FEWEST = 3  # rounds: of two, nobody says which one is usual
 LONGER = 1.5  # times the others' median
 BEGINNING = ("compute", "data loading", WAITING, UNACCOUNTED)  # what is slow at first; a slow link stays slow

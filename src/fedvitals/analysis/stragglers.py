@@ -17,6 +17,8 @@ from fedvitals.resources.node_spans import UNACCOUNTED
 
 COSTLY = 0.01  # of all rounds' time: who cost less is named only where everybody is
 
+SLOWER = 1.02  # times the others' median: below it, somebody is the last of equals
+
 
 class ClientRound(NamedTuple):
     """A client's part in one round."""
@@ -49,7 +51,7 @@ def stragglers(
     """Return the clients that cost the most seconds first. `paths` are those of the rounds, if already known.
 
     A first round that was a warm-up is left out. The list is empty where nobody is waited for, as in asynchronous
-    aggregation.
+    aggregation; and who is as quick as the others is not in it, though one of equals is always the last.
     """
     if asynchronous(times):
         return []
@@ -59,8 +61,8 @@ def stragglers(
     for path in paths:
         if path.slowest is not None and path.without is not None:
             lost[path.slowest] = lost.get(path.slowest, 0.0) + max(0.0, path.seconds - path.without)
-    worst = sorted(lost, key=lambda node: -lost[node])[:most]
-    return [_straggler(node, paths, lost[node]) for node in worst]
+    worst = [_straggler(node, paths, lost[node]) for node in sorted(lost, key=lambda node: -lost[node])[:most]]
+    return [slow for slow in worst if any(t.determined and t.seconds > SLOWER * t.peers for t in slow.history)]
 
 
 def costly(slow: Sequence[Straggler], times: Sequence[RoundTime]) -> list[Straggler]:

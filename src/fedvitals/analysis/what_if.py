@@ -317,10 +317,10 @@ def _deadlines(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
         cut, lost, of = _lost(seen, limit)
         yield seen.row(
             {"deadline": limit},
-            f"a deadline of {format_seconds(limit)} ({quantile:.0%} of all answers)",
+            f"a deadline of {format_seconds(limit)} ({100 * quantile:.0f} % of all answers)",
             after,
             "Who is not done by then is left out; who was cut off already counts as done when it was.",
-            f"{lost:.0%} of the {of} would not count"
+            f"{100 * lost:.0f} % of the {of} would not count"
             + (f", those of {_first_nodes(cut)} in most rounds." if cut else "."),
             cut=cut,
             lost=lost,
@@ -370,7 +370,7 @@ def _over_selections(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
             after,
             "Clients are drawn by chance, and take the times that they took in these rounds.",
             "Slow clients seldom count, and their data with them"
-            + ("." if spare else f"; {1 - needed / called:.0%} fewer updates in a round."),
+            + ("." if spare else f"; {100 * (1 - needed / called):.0f} % fewer updates in a round."),
             lost=1 - needed / asked,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.cli.screen import new_table, number, shown, sparkline, with_unit
+from fedvitals.cli.screen import new_table, number, shown, sparkline, whole_percent, with_unit
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.abstentions import Examined
@@ -25,11 +25,12 @@ def print_list(
     console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
 ) -> None:
     """Print one line per case, and its message. `labels`: of nodes, see `views.labels`."""
+    from fedvitals.views.case_sentences import sure
     from fedvitals.views.cause_levels import levels_in_words
     from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
-        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.timeline}"
+        words = f"{shown(place_of(case, labels))}: {case.issue}, {sure(case)} sure, {case.timeline}"
         below = "  [dim]follows from it:[/dim] " if case.cause is not None else ""
         console.print(f"{below}{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
@@ -42,11 +43,10 @@ def print_list(
 
 
 def counted(cases: Sequence[Case]) -> str:
-    """Return how many troubles there are: «2 cases and 3 consequences, 4 still there»."""
-    below = sum(case.cause is not None for case in cases)
-    heads, there = len(cases) - below, sum(case.still_there for case in cases)
-    text = f"[bold]{heads} case{'s' * (heads != 1)}[/bold]"
-    text += f" and {below} consequence{'s' * (below != 1)}" if below else ""
+    """Count the troubles as the dashboard does: «5 findings (3 consequences), 4 still there»."""
+    below, there = sum(case.cause is not None for case in cases), sum(case.still_there for case in cases)
+    text = f"[bold]{len(cases)} finding{'s' * (len(cases) != 1)}[/bold]"
+    text += f" ({below} consequence{'s' * (below != 1)})" if below else ""
     return f"{text}, {there} still there"
 
 
@@ -129,13 +129,15 @@ def _coloured(severity: str) -> str:
 
 
 def _how_sure(case: Case) -> str:
+    from fedvitals.views.case_sentences import sure
+
     trend = (
-        f"  {sparkline(case.confidences, unit='share')}  first {case.confidences[0]:.0%}"
+        f"  {sparkline(case.confidences, unit='share')}  first {whole_percent(case.confidences[0])}"
         if len(case.confidences) > 1
         else ""
     )
     exact = ", an exact test" if case.issue_entry.exact else ""
-    return f"{case.confidence:.0%}{exact}{trend}"
+    return f"{sure(case)}{exact}{trend}"
 
 
 def _numbers(case: Case) -> Any:

@@ -96,5 +96,5 @@ def _list(console: Any, title: str, findings: tuple[Finding, ...]) -> None:
     console.print(f"  {title}: {len(findings)}")
     for finding in findings[:ROWS]:
         place = finding.where.node or finding.where.group or "the whole run"
-        words = f"round {finding.where.round}, {place}: {finding.issue}, {finding.confidence:.0%}: {finding.message}"
-        console.print(f"    {shown(words)}", soft_wrap=True)
+        words = f"round {finding.where.round}, {place}: {finding.issue}, {100 * finding.confidence:.0f} %"
+        console.print(f"    {shown(words)}: {shown(finding.message)}", soft_wrap=True)

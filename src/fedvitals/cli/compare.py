@@ -127,7 +127,7 @@ def _size(change: Change, row: ComparisonRow) -> str:
         return "same"
     sign = "+" if change.difference > 0 else ""
     if row.unit == "share":
-        return f"{sign}{number(100 * change.difference)} pp"
+        return f"{sign}{number(100 * change.difference)} points"
     if row.unit in ("rounds", "cases") or change.relative is None:
         return f"{sign}{number(change.difference)}"
     if abs(change.relative) > 9:
@@ -210,7 +210,7 @@ def _divergences(console: Any, comparison: Comparison) -> None:
     """In which round each side begins to differ from the first, and whose updates do."""
     from fedvitals.views.comparison.page import in_words
 
-    for sentence in in_words(comparison)[1]:
+    for sentence in in_words(comparison)[2]:
         console.print(shown(sentence))
     console.print()
 

@@ -41,6 +41,7 @@ def _list(store: str | None, as_json: bool) -> None:
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
+    from fedvitals.views.cases import cases_of
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.status import run_states
 
@@ -48,6 +49,7 @@ def _list(store: str | None, as_json: bool) -> None:
         runs = queries.list_runs(reader)
         missing = {run.id: gaps_of(reader, run.id) for run in runs}
         states = run_states(reader)
+        findings = {run.id: len(cases_of(reader, run.id)) for run in runs}
     tapes = {run.id: tape_bytes(store, run.id) for run in runs}
     if as_json:
         print_json(
@@ -63,7 +65,7 @@ def _list(store: str | None, as_json: bool) -> None:
         return
     # A pipe has no width: what is cut there is lost to whoever reads it.
     console = new_console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
-    _print_table(console, runs, states, missing)
+    _print_table(console, runs, states, missing, findings)
     unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
         text = f"Lost or (?): not fully examined. Why:  fedvitals findings {shown(unjudged[0].id)}"
@@ -78,7 +80,11 @@ def _list(store: str | None, as_json: bool) -> None:
 
 
 def _print_table(
-    console: Any, runs: Sequence[RunSummary], states: Mapping[str, str], missing: Mapping[str, Sequence[str]]
+    console: Any,
+    runs: Sequence[RunSummary],
+    states: Mapping[str, str],
+    missing: Mapping[str, Sequence[str]],
+    findings: Mapping[str, int],
 ) -> None:
     """Print a line per run in which every column is whole: where there is no room, names and ids are shortened.
 
@@ -87,8 +93,8 @@ def _print_table(
     from fedvitals.views.short_ids import differing_parts, distinct_beginnings
 
     names, ids = [run.name for run in runs], [run.id for run in runs]
-    cells = [_figures(run, states[run.id], judged=not missing[run.id]) for run in runs]
-    titles = ("rounds", "clients", "accuracy", "loss", "alerts", "time")
+    cells = [_figures(run, states[run.id], findings[run.id], judged=not missing[run.id]) for run in runs]
+    titles = ("rounds", "clients", "accuracy", "loss", "findings", "time")
     figures = sum(2 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
 
     def room() -> int:
@@ -103,8 +109,7 @@ def _print_table(
     console.print(table)
 
 
-def _figures(run: RunSummary, state: str, *, judged: bool) -> tuple[str, ...]:
-    alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
+def _figures(run: RunSummary, state: str, findings: int, *, judged: bool) -> tuple[str, ...]:
     lost = f" ({run.lost} lost)" if run.lost else "" if judged else " (?)"
     time = seconds(run.seconds) if run.finished else state
     return (
@@ -112,7 +117,7 @@ def _figures(run: RunSummary, state: str, *, judged: bool) -> tuple[str, ...]:
         str(run.clients),
         with_unit(run.accuracy, "share"),
         number(run.loss),
-        f"{alerts}{lost}",
+        f"{findings}{lost}",
         time,
     )
 

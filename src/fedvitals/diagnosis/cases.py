@@ -102,11 +102,11 @@ class Case:
     @property
     def alternatives_in_words(self) -> str:
         """Return what else it may be: «or LABEL_NOISE 21 %, BYZANTINE 6 %»; empty without alternatives."""
-        others = ", ".join(f"{issue} {chance:.0%}" for issue, chance in self.alternatives)
+        others = ", ".join(f"{issue} {100 * chance:.0f} %" for issue, chance in self.alternatives)
         return f"or {others}" if others else ""
 
     def __str__(self) -> str:
-        what = f"{self.issue}, {self.confidence:.0%}; {self.timeline}"
+        what = f"{self.issue}, {100 * self.confidence:.0f} %; {self.timeline}"
         what += f"; {self.alternatives_in_words}" if self.alternatives else ""
         return f"{'  follows from it: ' if self.cause else ''}{self.severity}: {self.newest.message} ({what})"
 
@@ -116,7 +116,13 @@ class Case:
 
 def case_cells(case: Case) -> tuple[str, ...]:
     """Return a case as the cells of a table with `CASE_TITLES`."""
-    return case.severity, case.place, f"{case.issue}: {case.newest.message}", f"{case.confidence:.0%}", case.timeline
+    return (
+        case.severity,
+        case.place,
+        f"{case.issue}: {case.newest.message}",
+        f"{100 * case.confidence:.0f} %",
+        case.timeline,
+    )
 
 
 def record_attendance(

@@ -111,7 +111,7 @@ def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     share = math.ceil(100 * (1 - (usable - rest) / by_width)) / 100
     if share > MOST_PRUNED:
         return None
-    text = f"{share:.0%} of the channels pruned"
+    text = f"{100 * share:.0f} % of the channels pruned"
     return MemoryRemedy("prune", text, share, round((1 - share) * by_width + rest))
 
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import MissingExtraError
-from fedvitals.plot.scale import tick
 from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
 from fedvitals.views.axis_ends import honest_ends
-from fedvitals.views.units import seconds, size
+from fedvitals.views.units import number, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - the other modules take it from here
@@ -128,7 +127,7 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
         "bytes": lambda value: "0" if value == 0 else size(value).replace("-", "−"),
         "share": lambda value: f"{100 * value:.3g} %".replace("-", "−"),
     }
-    form = formats.get(unit, tick)
+    form = formats.get(unit, number)
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(lambda value, _: form(value))
     if which == "y":
@@ -152,15 +151,15 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
     for case in cases:  # worst first
         if case.first is not None:
             seen.setdefault(case.first, []).append(case)
-    for place, (number, same) in enumerate(seen.items()):
+    for place, (round_index, same) in enumerate(seen.items()):
         colour, shape = SEVERITY.get(same[0].severity, SEVERITY["note"])
-        axes.axvline(number, color=colour, linewidth=0.7, alpha=0.6, zorder=1)
-        axes.plot([number], [1.02], shape, color=colour, markersize=4.5, transform=across, clip_on=False, zorder=5)
+        axes.axvline(round_index, color=colour, linewidth=0.7, alpha=0.6, zorder=1)
+        axes.plot([round_index], [1.02], shape, color=colour, markersize=4.5, transform=across, clip_on=False, zorder=5)
         if named and place < NAMED_FLAGS:
             name = words(same[0].node or same[0].group or same[0].layer or same[0].issue, 14)
             more = f" +{len(same) - 1}" if len(same) > 1 else ""
             axes.annotate(
-                f"{name}{more}", (number, 1.0), (3, -3), across, "offset points", fontsize=SMALL, va="top",
+                f"{name}{more}", (round_index, 1.0), (3, -3), across, "offset points", fontsize=SMALL, va="top",
                 color=HAIRLINE,
             )  # fmt: skip
 

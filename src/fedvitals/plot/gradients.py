@@ -26,6 +26,7 @@ from fedvitals.store.read import queries
 from fedvitals.views.cases import cases_of
 from fedvitals.views.layers import Average, Averages, DepthProfile, layers_page
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Band, Numbers, band
 
 NAMED = 24  # layers whose names stand under the axis
@@ -151,7 +152,9 @@ def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figur
 def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
     figure, axes = canvas.panel(2.6)
     canvas.head(
-        axes, f"{reading} = {READINGS[reading]}", LEGEND if len(bands) == 1 else "median client of each run; 5–95 %"
+        axes,
+        f"{metric_title(reading)} = {READINGS[reading]}",
+        LEGEND if len(bands) == 1 else "median client of each run; 5–95 %",
     )
     height = Height(
         "log", np.concatenate([canvas.numbers(v) for _, run_band in bands for v in (run_band.min, run_band.max)])
@@ -171,7 +174,7 @@ def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Fig
             canvas.line(axes, run_band.rounds, middle.tolist(), colour, linestyle=dashes)
         ends += end_of(words(name, 18), colour, run_band.rounds, middle)
     height.dress(axes)
-    axes.set_ylabel(reading, labelpad=2)
+    axes.set_ylabel(metric_title(reading), labelpad=2)
     if len(bands) > 1:
         label_ends(axes, ends)
     canvas.flags(axes, cases)

@@ -22,10 +22,11 @@ import numpy as np
 from fedvitals.errors import ConfigError
 from fedvitals.palette import LIGHT
 from fedvitals.plot.canvas import SMALL, Figure, drawn, head, in_style, line, nothing, numbers, panel
-from fedvitals.plot.scale import End, end_of, label_ends, tick
+from fedvitals.plot.scale import End, end_of, label_ends
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
 from fedvitals.plot.svg import svg_of
 from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
+from fedvitals.views.units import number
 
 FILES = ("png", "svg", "pdf", "html")
 BARS = 40  # rows of a table that are drawn
@@ -68,11 +69,11 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     axes.axvline(known.mean, color=COLOURS[1], linewidth=1.0)
     shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
     odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
-    odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
+    odd += [f"{100 * known.zeros / known.count:.0f} % zero"] if known.zeros else []
     head(axes, words(shown.title, 60), ", ".join([shape, f"norm {format_cell(known.norm)}", *odd]))
     axes.set_xlabel(f"value; orange: the mean, {format_cell(known.mean).replace('-', '−')}", labelpad=1)
     axes.set_ylabel("how many", labelpad=2)
-    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
     return picture
 
 
@@ -100,7 +101,7 @@ def _lines(shown: DebuggerOutput) -> Figure:
     _whole_steps(axes, shown.x)
     axes.set_xlabel(words(shown.x_name), labelpad=1)
     axes.set_ylabel(words(shown.y_name), labelpad=2)
-    axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
     label_ends(axes, ends)
     return picture
 
@@ -132,7 +133,7 @@ def _bars(shown: DebuggerOutput) -> Figure:
     axes.set_yticks(places, [words(_named(row, column), 28) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
     more = f"{len(rows)} of {len(shown.rows)} rows" if len(shown.rows) > len(rows) else words(shown.note, 70)
     head(axes, words(f"{shown.title}: {shown.columns[column]}", 60), more)
     return picture

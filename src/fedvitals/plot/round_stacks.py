@@ -15,7 +15,7 @@ from fedvitals.store import Target
 from fedvitals.store.read import queries
 from fedvitals.views.cases import cases_of
 from fedvitals.views.phases import phases as phases_of
-from fedvitals.views.units import size
+from fedvitals.views.units import seconds, size
 
 POINTS = 200
 TALL = 4.0  # times the usual round: what is longer is cut off, and told
@@ -51,7 +51,7 @@ def phases(run: Which, *, store: Target = None) -> Figure:
         axes.set_ylim(0, TALL * usual)
         for place in np.flatnonzero(cut):
             axes.annotate(
-                f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=canvas.SMALL
+                seconds(below[place]), (middles[place], TALL * usual), ha="left", va="top", fontsize=canvas.SMALL
             )
     canvas.head(axes, "time of a round, by part of its critical path", f"{phases_page.clock} clock")
     canvas.value_axis(axes, "seconds")

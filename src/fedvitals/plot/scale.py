@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvitals.plot.style import HAIRLINE, SUPERSCRIPTS
+from fedvitals.views.units import number
 
 Floats = NDArray[np.float64]
 End = tuple[str, str, float, float]
@@ -47,7 +48,7 @@ class Height:
             self._dress_log(axes)
         else:
             axes.margins(y=0.08)
-            axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+            axes.yaxis.set_major_formatter(lambda value, _: number(value))
 
     def _dress_log(self, axes: Any) -> None:
         low, high = math.floor(self.decades[0]), math.ceil(self.decades[1])
@@ -66,15 +67,6 @@ class Height:
 
 def power(exponent: int) -> str:
     return f"10{str(exponent).translate(SUPERSCRIPTS)}"
-
-
-def tick(value: float) -> str:
-    """Return a number with three digits; very small and very large ones as 2·10⁻⁸."""
-    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
-    if "e" in text:
-        mantissa, exponent = text.split("e")
-        text = f"{float(mantissa):g}·10{str(int(exponent)).translate(SUPERSCRIPTS)}"
-    return text.replace("-", "−")
 
 
 def end_of(name: str, colour: str, places: Sequence[float], heights: Floats) -> list[End]:

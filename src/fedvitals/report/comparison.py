@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on several runs: what changed, whether chance explains it, and where they diverge."""
+"""The report on several runs: what changed, where they diverge, what it cost and why; then an appendix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fedvitals import plot
 from fedvitals.plot.comparison import draw_comparison
 from fedvitals.report.findings_part import STATES, marked, verdict_card
-from fedvitals.report.markup import Block, Heading, Pictures, Points, Table, Text, literal
+from fedvitals.report.markup import Block, Folded, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import settings_part
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -28,11 +28,16 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
     verdicts = [verdict_of(reader, run) for run in newest]
     blocks: list[Block] = [
         Heading(1, " against ".join(literal(f"{side.letter} {side.name}", 60) for side in page.sides)),
-        *(Text(literal(sentence), "lead" if place == 0 else "") for place, sentence in enumerate(page.words)),
-        Text(literal(page.chance), "quiet"),
+        *(Text(literal(sentence), "lead") for sentence in page.words),
+        Heading(2, "What happened"),
         _sides(page, verdicts),
-        Heading(2, "What changed"),
-        _rows(page),
+        Text(literal(page.chance), "quiet"),
+        Heading(3, "Where they diverge"),
+        Points(tuple(literal(divergence.words) for divergence in page.partings)),
+        *_troubles(page),
+        Heading(3, "What it cost, and what was set otherwise"),
+        Points(tuple(map(literal, page.costs))),
+        Heading(2, "Evidence"),
         pictures.of(
             "comparison",
             "the runs' trends over the rounds: accuracy, loss, gradient scale, time, bytes",
@@ -45,21 +50,19 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
             lambda: plot.gsc(*((reader, run) for run in newest)),
             "The paper's main use of the gradient scale: runs beside each other. 0 is a level of its own.",
         ),
-        *_troubles(page),
-        Heading(2, "Where they diverge"),
-        Points(tuple(literal(divergence.words) for divergence in page.partings)),
-        *settings_part(runs_of, [side.letter for side in page.sides]),
-        Heading(2, "Verdicts"),
+        Heading(2, "What to do"),
     ]
     for side, verdict in zip(page.sides, verdicts, strict=True):
         blocks += [Heading(3, literal(f"{side.letter} {side.name}", 80)), verdict_card(verdict)]
+    differing, same = settings_part(runs_of, [side.letter for side in page.sides])
+    blocks += [differing, Heading(2, "Appendix"), Folded("All numbers", (_rows(page),)), *([same] if same else [])]
     return verdicts, blocks
 
 
 def _sides(page: ComparePage, verdicts: Sequence[Verdict]) -> Table:
     rows = tuple(
         (side.letter, literal(side.name, 60), literal(side.runs[0]), str(len(side.runs)), str(side.rounds),
-         str(side.clients), STATES[verdict.state])
+         str(side.clients), f"{STATES[verdict.state]}: {literal(verdict.headline.removeprefix('Healthy. '))}")
         for side, verdict in zip(page.sides, verdicts, strict=True)
     )  # fmt: skip
     head = ("", "name", "newest run", "runs", "rounds", "clients", "verdict")
@@ -99,7 +102,7 @@ def _change(change: PageChange | None, row: PageRow) -> str:
 
 
 def _troubles(page: ComparePage) -> list[Block]:
-    blocks: list[Block] = [Heading(2, "Findings")]
+    blocks: list[Block] = [Heading(3, "Findings")]
     blind = [side.letter for side in page.sides if not side.judged]
     if blind:
         blocks.append(Text(f"Not judged, or not in full: {', '.join(blind)}. `fedvitals findings RUN` says why."))

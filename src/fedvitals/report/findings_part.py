@@ -43,6 +43,10 @@ STATES = {
 
 def verdict_card(verdict: Verdict) -> Card:
     blocks: list[Block] = [Text(f"{STATES[verdict.state]} · {literal(verdict.headline)}", "lead")]
+    if verdict.why:
+        blocks.append(Text(literal(verdict.why)))
+    if verdict.next_step:
+        blocks.append(Text(f"**Next step:** {literal(verdict.next_step)}"))
     if verdict.detail:
         blocks.append(Text(literal(verdict.detail)))
     return Card(f"verdict {verdict.state}", tuple(blocks))
@@ -95,23 +99,25 @@ def findings_part(reader: Reader, run: str, pictures: Pictures) -> FindingsPart:
     by_key = {case_key(case): case for case in cases_of(reader, run)}
     rounds = reader.history(run).rounds()
     full = [full_finding(reader, run, card.key) for card in findings.cases[:FULL]]
+    full.sort(key=lambda finding: finding.case.follows is not None)  # a consequence explains nothing by itself
     cards = [_card(finding, by_key[finding.case.key], rounds, pictures) for finding in full]
-    evidence: list[Block] = [*_counts(findings), *cards[:SHOWN], *_notes(reader, run, findings)]
+    shown = min(SHOWN, sum(finding.case.follows is None for finding in full))
+    evidence: list[Block] = [*_counts(findings, shown), *cards[:shown], *_notes(reader, run, findings)]
     rest = findings.cases[FULL:]
-    others: list[Block] = [*cards[SHOWN:]]
+    others: list[Block] = [*cards[shown:]]
     if rest:
         more = findings.total - len(findings.cases)
         others.append(_list(rest, "Further findings", f"and {more} more: `fedvitals findings`" if more > 0 else ""))
     return FindingsPart(findings, full, evidence, Folded("Other findings", tuple(others)) if others else None)
 
 
-def _counts(findings: Findings) -> list[Block]:
+def _counts(findings: Findings, shown: int) -> list[Block]:
     counts = findings.counts
     if not findings.total:
         unjudged = findings.verdict.state == "unjudged"
         return [Text(f"No findings. {literal(findings.verdict.headline)}" if unjudged else "No findings.")]
     muted = f", {counts.muted} muted" if counts.muted else ""
-    where = "; the first here, the others in the appendix" if findings.total > SHOWN else ""
+    where = f"; {shown} here, the others in the appendix" if findings.total > shown else ""
     return [Text(f"{counts.all} in all: {counts.open} open, {counts.past} resolved{muted}. Worst first{where}.")]
 
 
@@ -171,8 +177,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         blocks.append(Points(tuple(who)))
     if finding.actions:
         actions = (
-            f"{a.status}: {a.kind} {a.target or ''} (round {a.round}){f' {a.why}' if a.why != brief.message else ''}"
-            for a in finding.actions
+            f"{a.status}: {a.kind.replace('_', ' ')} {a.target or ''} (round {a.round})" for a in finding.actions
         )
         blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in actions))]
     more: list[Block] = []

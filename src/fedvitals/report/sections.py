@@ -156,7 +156,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> Folded:
 
 
 def _row(row: ClientRow) -> tuple[str, ...]:
-    cases = "; ".join(f"{literal(case.title)} {whole_percent(case.confidence)}" for case in row.cases)
+    cases = "; ".join(f"{literal(case.title)} {literal(case.sure)}" for case in row.cases)
     return (
         literal(row.name, 40) + (f" ({literal(row.label)})" if row.label else ""),
         cases or "–",
@@ -281,7 +281,7 @@ def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
         ("run", literal(run)),
         ("state", f"{status.state}, begun {when(status.started)}, {seconds(card.summary.seconds)}"),
         ("rounds, clients", f"{status.rounds}{planned}, {status.clients}"),
-        ("host, topology", f"{literal(status.host)}, {literal(status.topology or 'not told')}"),
+        ("host, topology", f"{literal(status.host)}, {literal(status.topology or 'not reported')}"),
         ("accuracy, loss", f"{with_unit(status.accuracy, 'share')}, {number(status.loss)}"),
         ("a round", seconds(status.round_seconds)),
         ("bytes", f"{size(status.bytes)}{beside}"),
@@ -298,7 +298,7 @@ def configuration_part(card: HealthCard) -> Folded:
     rows = tuple((literal(name, 80), readable(value)) for name, value in sorted(settings.items())[:SETTINGS])
     more = f"and {len(settings) - SETTINGS} more" if len(settings) > SETTINGS else ""
     tables = [table for table in run.tables if table.rows == "parameter"]
-    seed = "not told" if run.seed is None else str(run.seed)
+    seed = "not reported" if run.seed is None else str(run.seed)
     blocks: list[Block] = [Facts((("seed", seed), ("name", literal(run.name, 80))))]
     if rows:
         blocks.append(Table("Settings", ("setting", "value"), rows, more))

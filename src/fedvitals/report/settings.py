@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from fedvitals.records import Run
-from fedvitals.report.markup import Block, Heading, Table, Text, literal
+from fedvitals.report.markup import Block, Folded, Table, Text, literal
 from fedvitals.views.comparison.runs import all_settings
 
 MOST = 80  # rows of a table
@@ -37,12 +37,14 @@ def readable(value: Any) -> str:
     return literal(value, LONGEST)
 
 
-def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> list[Block]:
-    """Return the settings that differ between sides, then those they have in common."""
+def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> tuple[Block, Folded | None]:
+    """Return the settings that differ between sides, with defaults shown as such, and those they have in common."""
     tables: list[dict[str, Any]] = [{} for _ in groups]
+    defaults: dict[str, tuple[bool, ...]] = {}
     for setting in all_settings(groups):
         if setting.name == "model":
             continue  # a line for each layer instead
+        defaults[setting.name] = setting.defaults
         for table, value in zip(tables, setting.values, strict=True):
             table.update(flat(setting.name, value))
     for table, group in zip(tables, groups, strict=True):
@@ -55,16 +57,22 @@ def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> li
         for name, values in rows.items()
         if name not in differing and values[0] is not None and not name.startswith("model.")
     }
-    blocks: list[Block] = [Heading(2, "Why: settings that differ")]
     if differing:
-        shown = [(literal(name, LONGEST), *map(readable, values)) for name, values in differing.items()]
-        blocks.append(_table("", ("setting", *letters), shown))
+        shown = [
+            (literal(name, LONGEST), *_values(values, defaults.get(name, ()))) for name, values in differing.items()
+        ]
+        difference: Block = _table("Why: settings that differ", ("setting", *letters), shown)
     else:
-        blocks.append(Text("No setting, seed or version differs: what differs lies outside of them."))
-    if same:
-        shown = [(literal(name, LONGEST), readable(value)) for name, value in same.items()]
-        blocks.append(_table("The same in all", ("setting", "value"), shown))
-    return blocks
+        difference = Text("No setting, seed or version differs: what differs lies outside of them.")
+    shown = [(literal(name, LONGEST), readable(value)) for name, value in same.items()]
+    title = f"{len(same)} settings that are the same in all"
+    return difference, Folded(title, (_table("", ("setting", "value"), shown),)) if same else None
+
+
+def _values(values: Sequence[Any], defaults: Sequence[bool]) -> list[str]:
+    """«10 (default)», «8»."""
+    known = defaults or [False] * len(values)
+    return [f"{readable(value)}{' (default)' * default}" for value, default in zip(values, known, strict=True)]
 
 
 def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:

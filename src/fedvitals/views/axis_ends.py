@@ -8,6 +8,9 @@ from __future__ import annotations
 
 LEAST = {"share": 0.1}  # of an axis in a unit, from its floor to its top
 LEAST_PART = 0.1  # of the largest value, in any other unit
+LEAST_PARTS = {"seconds": 0.25, "s": 0.25, "bytes": 0.25, "B": 0.25}  # amounts, of which people read heights as ratios
+COUNTS = ("steps", "samples", "values", "events", "clients", "rounds", "records")  # units without halves
+TO_ZERO = 0.5  # of the largest value: where the smallest is below it, the axis begins at 0
 ROOM = 0.06  # of the values' span, above and below them
 
 
@@ -15,13 +18,16 @@ def honest_ends(low: float, high: float, unit: str) -> tuple[float, float]:
     """Return the ends of an axis for values from `low` to `high`.
 
     A small change stays a small slope: accuracy of 10.3 % that becomes 9.5 % is no cliff. A share reaches no 110 %, and
-    what is never negative has its floor at 0.
+    what is never negative has its floor at 0. Values of which one is twice another stand on 0: as high as they are.
     """
-    least = LEAST.get(unit, LEAST_PART * max(abs(low), abs(high)))
+    least = LEAST.get(unit, LEAST_PARTS.get(unit, LEAST_PART) * max(abs(low), abs(high)))
+    least = max(least, 1.0) if unit in COUNTS else least
     missing = max(0.0, least - (high - low)) / 2
     room = max(missing, ROOM * (high - low))
     bottom, top = low - room, high + room
-    if low >= 0 and bottom < 0:
+    if 0 <= low < TO_ZERO * high:
+        bottom = 0.0
+    elif low >= 0 and bottom < 0:
         bottom, top = 0.0, max(top, least) if missing else top
     if unit == "share" and high <= 1 < top:
         bottom, top = min(bottom, 1 - least) if missing else bottom, 1.0

@@ -11,15 +11,17 @@ from typing import Any
 
 from fedvitals.catalog import LEVELS, unit_of
 from fedvitals.diagnosis.abstentions import Examined
-from fedvitals.diagnosis.cases import Case, cases, is_trouble
+from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_outlier_clients, rank_outlier_layers
 from fedvitals.protocols import History
-from fedvitals.records import Event, Finding, Run, is_client
+from fedvitals.records import Event, Run, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import count_client_rounds
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.not_finite import NONE, rounds_not_finite
 from fedvitals.views.unmeasured import Seldom, absent_metrics, seldom_measured
 
 # What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
@@ -74,16 +76,20 @@ class Card:
 def health_card(reader: Reader, run: str) -> Card:
     """Read the health card of a run, by its id."""
     history, described = reader.history(run), queries.get_run(reader, run)
-    signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
+    lost = {name: rounds_not_finite(reader, run, name) for name in VITAL_SIGNS}
+    signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name, lost[name])).rounds]
     newest: dict[str | None, dict[str, float]] = {}
-    for table in reversed(queries.newest_rounds(reader, run, NEWEST).values()):
+    for number, table in reversed(queries.newest_rounds(reader, run, NEWEST).items()):
         for node, metrics in table.items():
-            newest.setdefault(node, {}).update(metrics)
+            odd = {
+                name: math.nan for name in VITAL_SIGNS if name in metrics and number in lost[name].get(node or "", ())
+            }
+            newest.setdefault(node, {}).update({**metrics, **odd})
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = queries.summary_of(reader, run)
     seldom = seldom_measured(reader, run, str(setting_of(described, "probes", "")), history.rounds())
     level = int(setting_of(described, "privacy", 3))
-    every_case = cases(queries.records(reader, run, Finding), queries.attendance(reader, run))
+    every_case = cases_of(reader, run, notes=True)
     troubles_found = [case for case in every_case if is_trouble(case)]
     examination = examination_of(reader, run)
     return Card(
@@ -122,19 +128,23 @@ def detectors_of(run: Run) -> int:
     return int(setting_of(run, "detectors", 0))
 
 
-def vital_sign(history: History, name: str) -> Sign:
-    """The federation's own values, else the server's, else each round's median over the clients."""
+def vital_sign(history: History, name: str, lost: Mapping[str, set[int]] = NONE) -> Sign:
+    """The federation's own values, else the server's, else each round's median over the clients.
+
+    `lost`: the rounds in which a client's value is not finite, whatever is stored (`views.not_finite`).
+    """
     unit = unit_of(name)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
         if rounds:
             return Sign(name, unit, rounds, values, node or "federation")
-    cohort = [(number, finite) for number in history.rounds() if (finite := _finite(history.latest(name, number)))]
-    return Sign(name, unit, [number for number, _ in cohort], [median(finite) for _, finite in cohort], "median client")
-
-
-def _finite(latest: Mapping[Any, float]) -> list[float]:
-    return [v for node, v in latest.items() if is_client(node) and math.isfinite(v)]
+    cohort: dict[int, list[float]] = {}
+    for number in history.rounds():
+        latest = {node: value for node, value in history.latest(name, number).items() if is_client(node)}
+        if latest:
+            cohort[number] = [v for node, v in latest.items() if math.isfinite(v) and number not in lost.get(node, ())]
+    medians = [median(finite) if finite else math.nan for finite in cohort.values()]
+    return Sign(name, unit, [*cohort], medians, "median client")
 
 
 def how_often(card: Card) -> str:

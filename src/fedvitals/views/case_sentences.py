@@ -29,6 +29,7 @@ OF_CLIENTS = {
     "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
     "BYZANTINE": ("sends manipulated updates", "send manipulated updates"),
     "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),
+    "ADAPTER_SCALE_MISMATCH": ("uses another α/r than the others", "use other α/r than the rest"),
     "FREE_RIDER": ("sends updates without training", "send updates without training"),
     "DUPLICATE_UPDATE": ("sends the same update as another client", "send the same updates as other clients"),
     "WRONG_SAMPLE_COUNT": ("claims a wrong number of samples", "claim wrong numbers of samples"),
@@ -134,7 +135,7 @@ def sure(case: Case) -> str:
     """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
     certain = case.issue_entry.exact or case.issue_entry.family == "user"
     if case.confidence >= 0.995 and not (certain and case.confidence == 1):
-        return "over 99 %"
+        return "> 99 %"
     return f"{100 * case.confidence:.0f} %"
 
 

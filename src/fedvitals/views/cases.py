@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -19,9 +19,11 @@ from fedvitals.store.read import events, queries
 from fedvitals.store.read.nodes import rounds_attended
 from fedvitals.store.read.paging import record_pages, records_of_kind
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.case_sentences import sure
 from fedvitals.views.cause_levels import CauseLevel, levels_of, what_looks_wrong
 from fedvitals.views.labels import place_of
 from fedvitals.views.memo import remembered
+from fedvitals.views.waiting import waiting_in
 
 PAGE = 100  # findings that are held at once, 7 kB each: an ill run that trains for days has one a round
 TOLD_APART = ("since", "numbers", "levels")  # of the evidence; the rest is the issue's own
@@ -43,6 +45,7 @@ def cases_of(
     """Read the cases of a run, each trouble once, the worst first; with `number`, as they stood after that round.
 
     `rounds`: those of the run, ascending, if they are known already. `notes`: also what never was more than a note.
+    A slow client for which no round waits is a note, whatever its detector called it.
     """
     if number is not None:
         findings = records_of_kind(reader, run, Finding, page=PAGE)
@@ -53,7 +56,24 @@ def cases_of(
         with grouped.lock:
             grouped.read(reader, run)
             found = _cases_from(reader, run, grouped.by_case, None, rounds)
+    found = _weighed_by_damage(reader, run, found)
     return found if notes else [case for case in found if is_trouble(case)]
+
+
+def _weighed_by_damage(reader: Reader, run: str, cases: list[Case]) -> list[Case]:
+    """Return the cases, worst first, with slow clients that cost under a hundredth of the rounds' time as notes."""
+    slow = [case for case in cases if case.issue == "STRAGGLER" and case.node is not None and is_trouble(case)]
+    waiting = waiting_in(reader, run) if slow else None
+    if waiting is None or waiting.first is None:
+        return cases
+    idle = [case for case in slow if (case.last or 0) >= waiting.first and not waiting.is_costly({case.node or ""})]
+    weighed = [_as_note(case) if case in idle else case for case in cases]
+    return sorted(weighed, key=lambda case: not is_trouble(case)) if idle else cases
+
+
+def _as_note(case: Case) -> Case:
+    message = f"{case.newest.message} Rounds waited less than 1 % of their time for it."
+    return replace(case, severity="note", newest=replace(case.newest, severity="note", message=message))
 
 
 class _GroupedFindings:
@@ -180,6 +200,7 @@ class Brief:
     layer: str | None
     severity: str  # the worst that it had
     confidence: float | None
+    sure: str  # the same in words: «96 %»
     since: int | None  # as the detector says, else the first round in which it was seen
     last: int | None
     still_there: bool
@@ -222,6 +243,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         title=case.issue_entry.title,
         place=place_of(case, labels),
         label=labels.get(case.node or "", ""),
+        sure=sure(case),
         since=since_of(case),
         course=case.timeline,
         levels=levels_of(case),

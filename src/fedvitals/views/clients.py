@@ -25,6 +25,7 @@ from fedvitals.views.cohort import Matrix, Whole
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.memo import Remembered
+from fedvitals.views.not_finite import rounds_not_finite
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500
@@ -117,8 +118,12 @@ class _Newest:
     def latest(self, name: str, number: int) -> dict[str, float]:
         if (name, number) not in self._read:
             values = values_in_round(self._reader, self._run, name, number)
-            known = self.clients
-            self._read[name, number] = {known[node]: value for node, value in values if node in known}
+            known, lost = self.clients, rounds_not_finite(self._reader, self._run, name)
+            self._read[name, number] = {
+                known[node]: math.nan if number in lost.get(known[node], ()) else value
+                for node, value in values
+                if node in known
+            }
         return self._read[name, number]
 
     def column(self, names: Sequence[str], usual: bool = False) -> _Column:

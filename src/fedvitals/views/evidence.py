@@ -25,7 +25,7 @@ MOST_LINES = 4  # suspects; more is no picture
 POINTS = 600
 FEWEST_PEERS = 3
 LOG_FROM = 50.0  # times the smallest value, from which a linear axis hides the small ones
-OWN, USUAL = "evidence of the finding", "what such an issue shows in"
+OWN, USUAL = "evidence of the finding", "a typical sign of this issue"
 RESORT = "nothing nearer to it was measured"
 ENOUGH = 2  # plots, from which on nothing is added to what the finding names
 
@@ -166,7 +166,7 @@ def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, 
             lines.append(_series(sign, node, node, rounds, values, points))
     if lines or is_client(case.node):
         return lines
-    for who, name in ((None, "federation"), ("server", "server")):
+    for who, name in ((None, "global model"), ("server", "server")):
         if who in own:
             return [_series(sign, None, name, *own[who], points)]
     middle = matrix.band() if matrix.rounds else None

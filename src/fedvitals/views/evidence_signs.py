@@ -15,7 +15,7 @@ from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case
 from fedvitals.stats import FAMILIES, PEERS, statistics_of
 from fedvitals.views.cases import numbers_of
-from fedvitals.views.metric_titles import metric_title
+from fedvitals.views.metric_titles import in_words, metric_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +255,22 @@ WORDING = {
 }
 
 
+# The first of the events that are counted together → what they are called on a plot.
+OF_EVENTS = {
+    "client.failed": "errors in a round",
+    "client.dropped_out": "drop-outs in a round",
+    "update.lost": "updates lost in a round",
+    "update.late": "updates that came too late",
+    "update.refused": "refused updates in a round",
+    "aggregation.failed": "failed aggregations in a round",
+    "worker.lost": "lost workers and refused telemetry",
+}
+
+
 def title_of(sign: Sign, layer: str | None) -> str:
     """Name a sign in words."""
     if sign.events:
-        return "how often: " + " or ".join(sign.events)
+        return OF_EVENTS.get(sign.events[0]) or " or ".join(name.replace(".", " ") for name in sign.events)
     if not sign.statistic:
         return metric_title(sign.name)
     title = WORDING.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
@@ -268,7 +280,7 @@ def title_of(sign: Sign, layer: str | None) -> str:
 def meaning_of(sign: Sign) -> str:
     """Return what the sign means, in words."""
     if sign.name != "update.peers":
-        return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
+        return in_words(CATALOG[sign.name].meaning) if sign.name in CATALOG else ""
     if sign.statistic in ("first", "head"):
         return f"{PEERS['cosine']}; on the {'first' if sign.statistic == 'first' else 'last'} weight".replace("`", "")
     return PEERS.get(sign.statistic, "").replace("`", "")

@@ -36,7 +36,7 @@ from fedvitals.views.cases import (
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of, unit_of
 from fedvitals.views.labels import labels_of
-from fedvitals.views.metric_titles import metric_title
+from fedvitals.views.metric_titles import in_words, metric_title
 from fedvitals.views.outline import outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
@@ -280,16 +280,20 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
 def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     """Read one case in full; ConfigError where there is none of that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
+    actions = actions_about(case, queries.records(reader, run, Action))
     return copied(
         FindingDetails,
         case.issue_entry,
         case=card(case, marked(reader, run), labels),
         numbers=tuple(number_row(row, case) for row in numbers_of(case)),
+        causes=tuple(map(in_words, case.issue_entry.causes)),
+        remedies=tuple(map(in_words, case.issue_entry.remedies)),
+        reference=in_words(case.issue_entry.reference),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
             SuspectRow(s.node, labels.get(s.node, ""), number_of(s.score), s.reason) for s in case.newest.suspects
         ),
-        actions=tuple(_action(action) for action in actions_about(case, queries.records(reader, run, Action))),
+        actions=tuple(_action(action) for action in actions if action.kind != "advise"),  # it repeats the remedies
         error=_failed(failures_of(reader, run, [case])[0]),
         trust=trust_of(case),
     )

@@ -19,6 +19,7 @@ from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, compact, single
+from fedvitals.views.not_finite import rounds_not_finite
 
 __all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "share"]
 
@@ -280,8 +281,19 @@ def share(reader: Reader, matrices: Matrices) -> None:
 
 
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
-    """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`."""
-    return (_SHARED.get(reader) or Matrices()).matrix(reader, run, name)
+    """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`.
+
+    The norm of values that are not finite is NaN.
+    """
+    matrix = (_SHARED.get(reader) or Matrices()).matrix(reader, run, name)
+    lost = rounds_not_finite(reader, run, name)
+    rows = [(row, lost[node]) for row, node in enumerate(matrix.nodes) if node in lost]
+    if not rows:
+        return matrix
+    values, rounds = matrix.values.copy(), np.asarray(matrix.rounds)
+    for row, own in rows:
+        values[row, np.isin(rounds, [*own])] = np.nan
+    return Matrix(matrix.nodes, matrix.rounds, values, matrix.there)
 
 
 def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:

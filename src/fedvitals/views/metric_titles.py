@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 TITLES = {
     "initial.accuracy": "accuracy before the first round",
     "initial.loss": "loss before the first round",
@@ -56,6 +58,9 @@ TITLES = {
     "update.base_age": "age of the model that it trained from",
     "update.samples": "samples, as weighted",
     "update.staleness": "server models behind",
+    "adapter.scale": "adapter scale (α/r)",
+    "adapter.rank": "adapter rank",
+    "update.adapter_change": "change of the merged weights",
     "privacy.epsilon": "privacy spent (ε)",
     "scale.gsc": "gradient scale (GSC)",
     "scale.gsc_median": "gradient scale (GSC), median",
@@ -136,6 +141,11 @@ TITLES = {
     "monitor.cost": "cost of monitoring",
     "monitor.lost": "lost records",
 }
+
+
+def in_words(text: str) -> str:
+    """Return a text of the catalogue or of the issues with metrics by their titles, where it has ids in backticks."""
+    return re.sub(r"`([^`]+)`", lambda found: TITLES.get(found[1], found[1]), text)
 
 
 def metric_title(name: str) -> str:

@@ -15,7 +15,7 @@ from fedvitals.store.read.metrics import SeriesByNode, series_of
 from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import run_settings
-from fedvitals.views.metric_titles import metric_title
+from fedvitals.views.metric_titles import in_words, metric_title
 
 OUTCOMES = ("accuracy", "loss", "local.accuracy", "local.loss")
 
@@ -41,7 +41,7 @@ class FamilyKnown:
 
 def known_metric(name: str) -> Known:
     """Return a metric in the catalogue's words."""
-    return Known(name, metric_title(name), unit_of(name), meaning_of(name))
+    return Known(name, metric_title(name), unit_of(name), in_words(meaning_of(name)))
 
 
 def known_families(reader: Reader, run: str) -> list[FamilyKnown]:

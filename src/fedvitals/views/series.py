@@ -21,7 +21,8 @@ from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
-from fedvitals.views.metric_titles import metric_title
+from fedvitals.views.metric_titles import in_words, metric_title
+from fedvitals.views.not_finite import rounds_not_finite
 
 Numbers = list[float | None]
 """Values for JSON: None where there is none, or none that is finite."""
@@ -118,6 +119,8 @@ def several_series(
         if node is None and not rounds:
             rounds, values = known.get((name, "server"), ([], []))
             of = "server"
+        if lost := rounds_not_finite(reader, run, name).get(node or of):
+            values = [math.nan if number in lost else value for number, value in zip(rounds, values, strict=True)]
         part = between(rounds, first, last)
         shown.append(bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points))
     return shown
@@ -145,7 +148,7 @@ def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], value
         of=of,
         title=metric_title(name),
         unit=unit_of(name),
-        meaning=meaning_of(name),
+        meaning=in_words(meaning_of(name)),
         rounds=begins,
         last=ends,
         values=columns[0],
@@ -188,7 +191,7 @@ def band(name: str, matrix: Matrix, points: int, first: int | None = None, last:
         name=name,
         title=metric_title(name),
         unit=unit_of(name),
-        meaning=meaning_of(name),
+        meaning=in_words(meaning_of(name)),
         rounds=[int(numbers[begin]) for begin, _ in starts],
         last=[int(numbers[end - 1]) for _, end in starts],
         min=low,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from decimal import ROUND_HALF_UP, Context, Decimal
 
+from fedvitals.views.axis_ends import COUNTS
+
 THIN = "\u2009"  # between thousands
 NONE = "–"
 MINUS = "−"
@@ -120,4 +122,5 @@ def with_unit(value: float | None, unit: str) -> str:
         return known[unit](value)
     if unit == "bytes/s":
         return size(value, "B/s")
+    unit = unit.removesuffix("s") if value == 1 and unit in COUNTS else unit
     return number(value, "" if unit in ("", "1", "0/1", "class") else f" {'%' if unit == 'percent' else unit}")

@@ -30,6 +30,7 @@ from fedvitals.views.cases import actions_about, case_key, cases_of, culprits, k
 from fedvitals.views.cause_levels import CauseLevel, levels_of
 from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of, named
+from fedvitals.views.metric_titles import in_words
 from fedvitals.views.model_damage import ORIGINS, damage_by
 from fedvitals.views.outline import Outline, outline_of
 from fedvitals.views.units import number, percent
@@ -115,7 +116,8 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
     if faded or over:
         return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded or over, cases, facts)
-    return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
+    detail = _sentences(_how_it_stands(facts), _blind_spots(facts), _expected_alarms(facts))
+    return Verdict("healthy", _healthy(cases, facts), detail)
 
 
 def _roots(cases: Sequence[Case], facts: Facts) -> list[Case]:
@@ -230,7 +232,7 @@ def _verdict(state: State, headline: str, detail: str, worst: Case, since: int |
         key=case_key(worst),
         levels=levels_of(worst),
         why="" if why.rstrip(".") in headline else why,
-        next_step=remedies[0] if remedies and state == "ill" else "",
+        next_step=in_words(remedies[0]) if remedies and state == "ill" else "",
     )
 
 
@@ -250,11 +252,17 @@ def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
 def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     muted = sum(is_trouble(case) and case_key(case) in facts.muted for case in cases)
     left_out = f" ({muted} muted)" if muted else ""
-    expected = facts.false_alarms * facts.rounds / 100
     about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
-    if facts.examined is not None and facts.examined.client_rounds:
-        about = str(facts.examined)
-    return f"Healthy. {about[:1].upper()}{about[1:]}; no finding{left_out}, expected false alarms {expected:.2g}."
+    judged = "; all judged" if facts.examined is not None and facts.examined.client_rounds else ""
+    return f"Healthy. {about}: no finding{left_out}{judged}."
+
+
+def _expected_alarms(facts: Facts) -> str:
+    looked = "" if facts.examined is None else f"{number(facts.examined.client_rounds)} client-rounds looked at; "
+    text = (
+        f"{looked}{number(facts.false_alarms * facts.rounds / 100)} false alarms are to be expected in so many rounds"
+    )
+    return text[:1].upper() + text[1:]
 
 
 def _too_early(facts: Facts) -> str:

@@ -34,12 +34,16 @@ class Waiting:
         costly = [node for node, lost in self.lost.items() if lost >= COSTLY * self.seconds > 0]
         return f"{self._rounds()} waited {', '.join(map(self._for, costly[:NAMED]))}" if costly else ""
 
+    def is_costly(self, nodes: Collection[str]) -> bool:
+        """Return whether these clients together cost at least a hundredth of the rounds' time."""
+        return sum(self.lost.get(node, 0.0) for node in nodes) >= COSTLY * self.seconds > 0
+
     def for_clients(self, nodes: Collection[str], labels: Mapping[str, str]) -> str:
         """The same of some clients: together, and also where no round waited for them; empty where nothing is timed."""
         if self.first is None or not nodes:
             return ""
         lost, whom = sum(self.lost.get(node, 0.0) for node in nodes), joined([*nodes], labels)
-        if lost < COSTLY * self.seconds:
+        if not self.is_costly(nodes):
             return f"{self._rounds()} waited less than 1 % of their time for {whom}"
         return f"{self._rounds()} waited {seconds(lost)} for {whom}, {percent(lost / self.seconds)} of their time"
 

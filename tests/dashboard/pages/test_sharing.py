@@ -69,7 +69,8 @@ def test_runs_that_are_compared_have_a_report_of_their_own(page, site):
     url, runs = site
     ready(page, f"{url}/compare?runs={','.join(runs)}", "compare")
     _, data = downloaded(page, "Report (HTML)")
-    assert b"Where they diverge" in data
+    order = [data.index(words) for words in (b"What happened", b"Where they diverge", b"Evidence", b"Appendix")]
+    assert order == sorted(order)
     ready(page, str(url), "runs")
     page.get_by_role("button", name="share", exact=True).click()
     assert page.get_by_role("menuitem").all_inner_texts() == ["Copy link", "Picture (PNG)"]

@@ -32,8 +32,8 @@ def names_of(history):
 @pytest.mark.parametrize(
     ("fault", "issue", "words"),
     [
-        (lab.sign_flip(**ILL), "BYZANTINE", "with its sign turned"),
-        (lab.sign_flip(strength=3.0, **ILL), "BYZANTINE", "with its sign turned, 3 times as long"),
+        (lab.sign_flip(**ILL), "BYZANTINE", "with its sign flipped"),
+        (lab.sign_flip(strength=3.0, **ILL), "BYZANTINE", "with its sign flipped, 3 times as long"),
         (lab.scaling(factor=10.0, **ILL), "BYZANTINE", "scaled by 10"),
         (lab.scaling(factor=0.2, **ILL), "BYZANTINE", "scaled by 0.2"),
         (lab.stale_update(rounds=2, **ILL), "STALE_UPDATE", "to the model of 2 rounds ago"),

@@ -9,7 +9,7 @@ are read, and the answer says how many.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,7 +38,6 @@ from fedvitals.views.labels import named
 from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.profile import ORDER
 from fedvitals.views.series import Numbers, Series, json_numbers, series
-from fedvitals.views.units import number
 from fedvitals.views.verdict import WARM, Facts, facts_of, judge
 
 EVENTS = 100
@@ -184,8 +183,10 @@ def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> Clien
 
 def _detail(row: ClientRow, facts: Facts) -> str:
     parts = [f"{row.attended} of {facts.rounds} rounds attended"]
-    if row.score is not None:
-        parts.append(f"{number(row.score)} σ from the other clients' median ({row.why})")
+    if row.score is not None and row.score >= 1:
+        parts.append(f"{row.score:.1f} σ from the other clients' median ({row.why})")
+    elif row.score is not None:
+        parts.append("within 1 σ of the other clients' median")
     if row.failures:
         parts.append(f"{row.failures} failure{'s' * (row.failures != 1)}")
     return "; ".join(parts) + "."
@@ -324,9 +325,9 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
     if newest is None:
         return None
     cohort = values_of_nodes(reader, run, name, newest, asked.clients)
-    value = cohort.get(reader.names.number(node) or 0, math.nan)
-    middle, z = deviation(value, cohort)
     odd = newest in line.odd
+    value = math.nan if odd else cohort.get(reader.names.number(node) or 0, math.nan)
+    middle, z = deviation(value, cohort)
     return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd, evidence=False)
 
 
@@ -366,7 +367,7 @@ class ClientTimes:
     clock: str
     rounds: list[int]
     parts: list[TimePart]  # in the order of a round
-    own: Numbers  # seconds that the client took, without waiting
+    own: Numbers  # seconds that the client took, by the same clock as `median`
     median: Numbers  # of all clients
     failed: list[int]  # rounds
     of: int  # rounds that the run has
@@ -388,19 +389,21 @@ def client_times(
     rounds = sorted(own)
     names = {part for times_of_round in own.values() for part, seconds in times_of_round.parts.items() if seconds > 0}
     order = sorted(names, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
+    # Clients that train in one batch share its spans, so what they are compared by is the length that each was given.
+    lengths = [values_of_nodes(reader, run, LENGTH[clock], number, clients) for number in rounds]
     return ClientTimes(
         clock=clock,
         rounds=rounds,
         parts=[
             TimePart(part, json_numbers([own[r].parts.get(part, 0.0) for r in rounds]), part in REST) for part in order
         ],
-        own=json_numbers([sum(s for part, s in own[r].parts.items() if part not in REST) for r in rounds]),
-        median=json_numbers([_median(reader, run, LENGTH[clock], number, clients) for number in rounds]),
+        own=json_numbers([values.get(reader.names.number(node) or 0, math.nan) for values in lengths]),
+        median=json_numbers([_median(values.values()) for values in lengths]),
         failed=[number for number in rounds if own[number].failed],
         of=len(every),
     )
 
 
-def _median(reader: Reader, run: str, name: str, number: int, clients: Collection[int]) -> float:
-    finite = [v for v in values_of_nodes(reader, run, name, number, clients).values() if math.isfinite(v)]
+def _median(values: Iterable[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
     return float(np.median(finite)) if finite else math.nan

@@ -22,6 +22,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.case_sentences import clause
 from fedvitals.views.cases import case_key, cases_of, culprits, text_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.metric_titles import metric_title
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import RoundEntry
@@ -95,6 +96,7 @@ class MetricRow:
     """A metric before and after a round."""
 
     name: str
+    title: str  # the name for people
     unit: str
     before: float | None
     after: float | None
@@ -337,7 +339,7 @@ def _metrics(index: Opened, entry: RoundEntry, before: int | None) -> tuple[Metr
         except (FedvitalsError, OSError):
             earlier = {}
     return tuple(
-        MetricRow(name, CATALOG[name].unit if name in CATALOG else "", earlier.get(name), value)
+        MetricRow(name, metric_title(name), CATALOG[name].unit if name in CATALOG else "", earlier.get(name), value)
         for name, value in [*entry.metrics.items()][:METRICS]
     )
 

@@ -298,7 +298,7 @@ def _judged(
     """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
     cases = cases_of(reader, run.id)
     facts = facts_in_short(reader, run, rounds, clients, marks)
-    counted = Counter(case.severity for case in cases if case.cause is None and case_key(case) not in facts.muted)
+    counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
 
 

@@ -111,6 +111,9 @@ export function sure(confidence) {
   return whole !== null && whole >= 1 ? `> 99${THIN}%` : percent(whole);
 }
 
+/** Units of what is counted: «1 step», «2 steps». */
+export const COUNTS = new Set(["steps", "samples", "values", "events", "clients", "rounds", "records"]);
+
 /** A value with the unit that the catalogue gives it. */
 export function withUnit(value, unit) {
   if (unusual(value) !== null) return unusual(value);
@@ -136,7 +139,7 @@ export function withUnit(value, unit) {
     case "share":
       return percent(value);
     default:
-      return `${number(value)}${THIN}${unit}`;
+      return `${number(value)}${THIN}${value === 1 && COUNTS.has(unit) ? unit.slice(0, -1) : unit}`;
   }
 }
 

@@ -99,7 +99,7 @@ def frequent_failures(
         if chance > CHANCE or (len(others) < len(calls) / 2):
             continue
         since = client_calls.rounds[client_calls.wrong.index(True)]
-        text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {usual:.1%}."
+        text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {100 * usual:.1f} %."
         yield finding(
             issue,
             round_index,

@@ -36,7 +36,8 @@ def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
     holders = sum(rank > smallest for rank in ranks.values())
     text = (
         f"Directions {smallest + 1:.0f} to {largest:.0f} of the adapters, which {holders} of {len(ranks)} clients have,"
-        f" keep {kept:.1%} of their energy in the average; they hold {above:.1%} of the aggregated adapters."
+        f" keep {100 * kept:.1f} % of their energy in the average; they hold {100 * above:.1f} % of the "
+        "aggregated adapters."
     )
     yield finding(
         "RANK_COLLAPSE",
@@ -67,8 +68,9 @@ def aggregation_bias(history: History, round_index: int) -> Iterator[Finding]:
         return
     layer, worst = _worst_layer(history, round_index)
     text = (
-        f"B times A of the averaged adapters differs by {known[-1]:.0%} from the average of the clients' B times A"
-        f"{f', most in {layer} ({worst:.0%})' if layer else ''}."
+        f"B times A of the averaged adapters differs by {100 * known[-1]:.0f} % from the average of the "
+        "clients' B times A"
+        f"{f', most in {layer} ({100 * worst:.0f} %)' if layer else ''}."
     )
     yield finding(
         "ADAPTER_AGGREGATION_BIAS",

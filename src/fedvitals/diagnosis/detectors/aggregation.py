@@ -101,9 +101,9 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
         grown = bool(first) and claim > JUMP * first[0]
         honest = node in sizes and sizes[node] == claim
         if claim > LARGE * median and (node in large or grown) and (honest or not grown):
-            share = f"{claim / total:.0%} of this round's weight"
+            share = f"{100 * claim / total:.0f} % of this round's weight"
             text = f"{node} has {claim:.0f} samples, {share}; the median client has {median:.0f}."
-            text += f" {repeated[node]:.0%} of them are repeated." if node in repeated else ""
+            text += f" {100 * repeated[node]:.0f} % of them are repeated." if node in repeated else ""
             usual = honest and not grown and node not in repeated
             size, severity = Number("update.samples", claim, median), "note" if usual else "warning"
             yield finding(

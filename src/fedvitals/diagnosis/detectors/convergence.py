@@ -136,7 +136,8 @@ def divergence(history: History, round_index: int) -> Iterator[Finding]:
         return
     last = float(losses.values[-1])
     if not np.isfinite(last):
-        yield _divergence_finding(losses, round_index, [], f"The {losses.name} is {last}.", 1.0)
+        what = "NaN" if np.isnan(last) else "infinite"
+        yield _divergence_finding(losses, round_index, [], f"The {losses.name} is {what}.", 1.0)
         return
     past = losses.values[:-1][np.isfinite(losses.values[:-1])]
     if len(past) < 2:
@@ -305,7 +306,8 @@ def client_drift(history: History, round_index: int) -> Iterator[Finding]:
     yield finding(
         "CLIENT_DRIFT",
         round_index,
-        f"Clients pull apart: each ends its round with {finished[-1]:.1%} of its largest gradient, its own task done, "
+        f"Clients pull apart: each ends its round with {100 * finished[-1]:.1f} % of its largest gradient, its own "
+        "task done, "
         f"but together they have a {losses.name} of {losses.values[-1]:.3g}; a blind guess has {layers.chance:.3g}.",
         confidence=0.9,
         since=round_index - 1,

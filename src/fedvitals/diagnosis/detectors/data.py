@@ -78,10 +78,12 @@ def _change_in_words(node: Node, change: DataChange) -> str:
     match change.kind:
         case "label_flip" if change.pair is not None:
             old, new = change.pair
-            moved = f"{change.moved:.0%} of its labels"
+            moved = f"{100 * change.moved:.0f} % of its labels"
             return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
         case "label_flip":
-            return f"{node} labels one class as another: {change.moved:.0%} of its labels changed, and no inputs"
+            return (
+                f"{node} labels one class as another: {100 * change.moved:.0f} % of its labels changed, and no inputs"
+            )
         case "input_scale":
             return f"the inputs of {node} are multiplied by {change.moved:.3g}, and its labels are the same"
         case "input_noise":
@@ -98,13 +100,15 @@ def _deviation_in_words(node: Node, kind: str, deviation: DataDeviation | None) 
     match kind:
         case "label_flip" if deviation.pair is not None:
             label, actual = deviation.pair
-            share = f"About {deviation.share:.0%} of what {node} labels as class {label}"
+            share = f"About {100 * deviation.share:.0f} % of what {node} labels as class {label}"
             return f"{share} looks like class {actual} of the other clients"
         case "input_scale":
             return f"The inputs of {node} are on another scale: {how}"
         case "input_noise":
             return f"The inputs of {node} are noisier than the other clients': {how}, its classes lie no further apart"
-    wrong = "its labels" if math.isnan(deviation.rate) else f"about {min(deviation.rate, 1.0):.0%} of its labels"
+    wrong = (
+        "its labels" if math.isnan(deviation.rate) else f"about {100 * min(deviation.rate, 1.0):.0f} % of its labels"
+    )
     return f"The classes of {node} look more alike than the other clients': {wrong} seem to be wrong"
 
 

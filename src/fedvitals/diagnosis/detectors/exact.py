@@ -72,7 +72,7 @@ def _sentence(node: Node, relation: ExactRelation) -> str:
     scaled = f"{node} sends what it trained scaled by {relation.factor:.3g}"
     same = "nearly the same" if relation.nearly else "the same"
     sentences: dict[Kind, str] = {
-        "negated": f"{node} sends what it trained with its sign turned{turned}",
+        "negated": f"{node} sends what it trained with its sign flipped{turned}",
         "scaled": scaled,
         "shrunk": scaled,
         "clipped": f"{scaled}, as clipping does",

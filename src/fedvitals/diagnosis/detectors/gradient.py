@@ -295,8 +295,8 @@ def _unit_finding(issue: str, round_index: int, still: StillUnits, before: float
     return finding(
         issue,
         round_index,
-        f"{still.share:.0%} of the units of '{still.layer}' {what}: on nearly every client their biases did not move "
-        f"in two rounds.{others}",
+        f"{100 * still.share:.0f} % of the units of '{still.layer}' {what}: on nearly every client their biases did "
+        f"not move in two rounds.{others}",
         confidence=0.9,
         since=round_index - 1,
         layer=still.layer,
@@ -328,7 +328,8 @@ def _measured_units(history: History, round_index: int, issue: str) -> Iterator[
         yield finding(
             issue,
             round_index,
-            f"{idle[name]:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
+            f"{100 * idle[name]:.0f} % of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly "
+            "every client.",
             confidence=0.9,
             layer=name,
             severity=None if idle[name] >= SURELY_STILL else "note",

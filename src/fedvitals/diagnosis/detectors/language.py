@@ -70,8 +70,10 @@ def length_imbalance(history: History, round_index: int) -> Iterator[Finding]:
     odd.sort(key=lambda node: -abs(np.log(lengths[node] / median)))
     text = f"Texts of {', '.join(odd[:3])}{' and others' if len(odd) > 3 else ''} have {lengths[odd[0]]:.0f} tokens on "
     text += f"average; the median client's have {median:.0f}."
-    text += f" {full[cut[0]]:.0%} of {cut[0]}'s end where the batch does, and are probably cut off." if cut else ""
-    text += f" {padding[empty[0]]:.0%} of {empty[0]}'s batches is padding." if empty else ""
+    text += (
+        f" {100 * full[cut[0]]:.0f} % of {cut[0]}'s end where the batch does, and are probably cut off." if cut else ""
+    )
+    text += f" {100 * padding[empty[0]]:.0f} % of {empty[0]}'s batches is padding." if empty else ""
     yield finding(
         "LENGTH_IMBALANCE",
         round_index,

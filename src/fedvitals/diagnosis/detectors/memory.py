@@ -43,7 +43,9 @@ def memory_words(history: History, round_index: int, event: Event) -> tuple[str,
     ours = largest is not None and largest[0] == "telemetry"
     if largest is not None and not (ours and shares["telemetry"] < REAL_PART * min(wholes, default=math.inf)):
         name, part = largest
-        text += f" {WORDS[name].capitalize()} took most: {size_words(shares[name])}, {part:.0%} of a step's tensors"
+        text += (
+            f" {WORDS[name].capitalize()} took most: {size_words(shares[name])}, {100 * part:.0f} % of a step's tensors"
+        )
         text += f" (batch of {tried or batch:.0f})." if name == "activations" and (tried or batch) else "."
         more["largest"] = name
     free = _available(history, round_index, limit, peak)

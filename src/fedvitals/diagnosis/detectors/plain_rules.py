@@ -137,14 +137,20 @@ def _loss(history: History, round_index: int, limits: PlainRuleLimits) -> Iterat
     if limits.swing is not None:
         changes = [abs(b - a) / abs(a) if a else math.inf for a, b in itertools.pairwise(window)]
         if all(change > limits.swing for change in changes):
-            message = f"Each of the last {ROUNDS_BACK} rounds changed the loss by more than {limits.swing:.0%}."
+            message = f"Each of the last {ROUNDS_BACK} rounds changed the loss by more than {100 * limits.swing:.0f} %."
             yield CrossedLimit("OSCILLATION", None, message, _limit("loss", min(changes), limits.swing), since=since)
 
 
 def _not_finite(history: History, round_index: int) -> Iterator[CrossedLimit]:
     rounds, values = history.series("loss", None)
     if round_index in rounds and not math.isfinite(value := values[rounds.index(round_index)]):
-        yield CrossedLimit("NAN_WEIGHTS", None, f"The loss is {value}.", _limit("loss", value), certain=True)
+        yield CrossedLimit(
+            "NAN_WEIGHTS",
+            None,
+            f"The loss is {'NaN' if math.isnan(value) else 'infinite'}.",
+            _limit("loss", value),
+            certain=True,
+        )
     for node, value in history.latest("loss", round_index).items():
         if not math.isfinite(value):
             message = f"The loss of {node} is {value}."

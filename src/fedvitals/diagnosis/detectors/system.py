@@ -207,7 +207,7 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
         if not steady or not slower or seconds[node] - peers < least:
             continue
         work = "same evaluation" if name == "time.client_evaluate" else "same work"
-        text = f"{node} takes {np.exp(off):.1f} times as long as its peers for the {work}."
+        text = f"{node} takes {np.exp(off):.3g} times as long as its peers for the {work}."
         text += " It was not so before." if changed else ""
         number = Number(name, seconds[node], peers, score)
         more = {"changed": changed}
@@ -356,7 +356,7 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
         share = float(np.median(kind_shares))
         named = _straggler_words(history, numbers) if kind == "straggler" else ""
         saved = "would be saved without" if kind == "straggler" else "goes to"
-        text = f"Of a round of {typical:.3g} s, {share:.0%} {saved} {words}{named}."
+        text = f"Of a round of {typical:.3g} s, {100 * share:.0f} % {saved} {words}{named}."
         number = Number(f"bottleneck.{kind}", share, BOUND, of="limit")
         yield finding(
             "BOTTLENECK", round_index, text, confidence=0.9, since=since, numbers=[number], more={"bound_by": kind}

@@ -12,7 +12,7 @@ _KINDS = {
     "stale_update": ("STALE_UPDATE", "an update from an old model"),
     "free_rider": ("FREE_RIDER", "the server's last step, sent again"),
     "duplicate": ("DUPLICATE_UPDATE", "a copy of another client's update"),
-    "sign_flip": ("BYZANTINE", "an update with its sign turned"),
+    "sign_flip": ("BYZANTINE", "an update with its sign flipped"),
     "scaling": ("BYZANTINE", "a scaled update"),
     "gaussian": ("BYZANTINE", "noise instead of, or on top of, its update"),
     "little_is_enough": ("BYZANTINE", "an update shaped to hide among the others"),

@@ -208,7 +208,7 @@ class FindingClause:
             if finding.where.round == round_index and self._is(finding):
                 node = finding.where.node or next((s.node for s in finding.suspects), None)
                 what = f"finding {finding.issue}" + (f" of {node}" if node else "")
-                return f"{what} ({finding.severity}, {finding.confidence:.0%}): {finding.message}"
+                return f"{what} ({finding.severity}, {100 * finding.confidence:.0f} %): {finding.message}"
         return None
 
     def _is(self, finding: Finding) -> bool:

@@ -199,6 +199,18 @@ def find_run(reader: Reader, text: str) -> str:
     raise ConfigError(unknown("run", text, {row[1] for row in runs}))
 
 
+def newest_finding_of(reader: Reader, run: str, issues: Iterable[str]) -> int | None:
+    """Return the arrival of the run's newest finding of one of these issues; None where it has none."""
+    numbers = [number for issue in issues if (number := reader.names.number(issue)) is not None]
+    if not numbers:
+        return None
+    ((arrival,),) = reader.database.rows(
+        f"SELECT MAX(arrival) FROM finding WHERE run = ? AND issue IN ({placeholders(numbers)})",  # noqa: S608 - placeholders
+        (reader.names.number(run) or 0, *numbers),
+    )
+    return None if arrival is None else int(arrival)
+
+
 def get_run(reader: Reader, run: str) -> Run:
     """Return the run as it was last written; ConfigError when there is none of that id."""
     columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")

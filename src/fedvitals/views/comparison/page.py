@@ -102,6 +102,7 @@ class PageSetting:
     name: str
     values: tuple[str | None, ...]
     differs: bool
+    defaults: tuple[bool, ...]  # for each side, whether it is the lab's default; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class ComparePage:
     """Everything that the page of a comparison shows."""
 
     sides: tuple[Side, ...]  # the baseline first
-    words: tuple[str, ...]  # what changed, the weightiest first
+    words: tuple[str, ...]  # what changed in learning and findings, a sentence for each side
+    costs: tuple[str, ...]  # what changed in time, bytes and memory, and which settings differ
     chance: str  # what may be concluded
     pictures: tuple[Picture, ...]
     differences: tuple[Picture, ...]  # of each side from the baseline
@@ -122,12 +124,13 @@ class ComparePage:
 def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
     """Of sides whose first is the baseline."""
     comparison = compared(sides)
-    words, partings, chance = in_words(comparison)
+    words, costs, partings, chance = in_words(comparison)
     letters = [side.letter for side in comparison.sides]
     virtual = all(f.virtual_seconds for side in sides for f in side)
     return ComparePage(
         sides=comparison.sides,
         words=words,
+        costs=costs,
         chance=chance,
         pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(line.total for line in p.lines)),
         differences=tuple(
@@ -223,7 +226,7 @@ def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequenc
         banded = banded or any(c is not None and c.low is not None for c in changes.values())
         lines.append(_difference(letter, changes))
     note = "from the baseline" + ("; band: 95 % interval, each round by itself" if banded else "")
-    return Picture(name, f"difference in {name}", "", "linear", tuple(lines), note)
+    return Picture(name, f"difference in {name}", "share" if name == "accuracy" else "", "linear", tuple(lines), note)
 
 
 def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
@@ -249,7 +252,7 @@ def _row(row: ComparisonRow) -> PageRow:
 
 def _settings(sides: Sequence[Sequence[Figures]]) -> tuple[PageSetting, ...]:
     every = all_settings([[f.run for f in side] for side in sides])
-    settings = [PageSetting(setting.name, tuple(map(_text, setting.values)), setting.differs) for setting in every]
+    settings = [PageSetting(s.name, tuple(map(_text, s.values)), s.differs, s.defaults) for s in every]
     return tuple(sorted(settings, key=lambda setting: not setting.differs))
 
 
@@ -263,14 +266,18 @@ def _text(value: Any) -> str | None:
 NAMED = 3  # settings and clients in a sentence
 
 
-def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return sentences on what changed on each side, on where each diverges from the first, and on chance."""
+def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str]:
+    """Return sentences on what each side learnt, on what it cost and which settings differ, on where it diverges from
+    the first, and on chance.
+    """
     base = comparison.sides[0]
-    sentences = [_what_changed(comparison, place, side) for place, side in enumerate(comparison.sides[1:])]
+    sides = list(enumerate(comparison.sides[1:]))
+    sentences = [_what_changed(comparison, place, side) for place, side in sides]
+    costs = [sentence for place, side in sides if (sentence := _costs(comparison, place, side))]
     cause = _cause(comparison)
     points = zip(comparison.sides[1:], comparison.partings, strict=True)
     partings = [_parting(base, side, point) for side, point in points]
-    return (*sentences, *([cause] if cause else [])), tuple(partings), _chance(comparison)
+    return tuple(sentences), (*costs, *([cause] if cause else [])), tuple(partings), _chance(comparison)
 
 
 def called(side: Side) -> str:
@@ -283,14 +290,6 @@ def _what_changed(comparison: Comparison, place: int, side: Side) -> str:
     rows = {row.name: row for row in comparison.rows}
     learning = next((rows[name] for name in ("accuracy, last", "loss, last") if name in rows), None)
     parts = [_of_learning(learning, place)] if learning else []
-    round_time = next((row for row in comparison.rows if row.topic == "time"), None)
-    for row, noun in (
-        (round_time, "round time"),
-        (rows.get("all in all, without telemetry"), "bytes"),
-        (rows.get("peak memory"), "memory"),
-    ):
-        if row is not None and (clause := _of_amount(row, place, noun)):
-            parts.append(clause)
     issues = rows.get("issues")
     if issues is not None and (change := issues.changes[place]) is not None and change.difference:
         count = abs(change.difference)
@@ -304,6 +303,19 @@ def _what_changed(comparison: Comparison, place: int, side: Side) -> str:
     changes = "; ".join(part for part in parts if part) or "nothing that can be compared was measured"
     beyond = f" Beyond chance: {'; '.join(sure)}." if sure else ""
     return f"{called(side)} against {called(comparison.sides[0])}: {changes}.{beyond}"
+
+
+def _costs(comparison: Comparison, place: int, side: Side) -> str:
+    """«B: round time × 0.66; memory × 1.4.»; empty where nothing changed by more than a tenth."""
+    rows = {row.name: row for row in comparison.rows}
+    round_time = next((row for row in comparison.rows if row.topic == "time"), None)
+    named = (
+        (round_time, "round time"),
+        (rows.get("peak memory"), "memory"),
+        (rows.get("all in all, without telemetry"), "bytes"),
+    )
+    clauses = [clause for row, noun in named if row is not None and (clause := _of_amount(row, place, noun))]
+    return f"{side.letter}: {'; '.join(clauses)}." if clauses else ""
 
 
 def _of_learning(row: ComparisonRow, place: int) -> str:

@@ -257,7 +257,9 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("learning", "loss, last", "1", "lower", lambda f: last(f.loss)),
     ]
     for i, level in enumerate(LEVELS):
-        lines.append(("learning", f"rounds to {level:.0%}", "rounds", "lower", lambda f, i=i: f.reached[i].rounds))  # type: ignore[misc]
+        lines.append(
+            ("learning", f"rounds to {100 * level:.0f} %", "rounds", "lower", lambda f, i=i: f.reached[i].rounds)
+        )  # type: ignore[misc]
     lines += [
         ("time", f"round ({clock} clock)", "seconds", "lower", lambda f: mean([*seconds(f).values()])),
         *([("time", "round (real clock)", "seconds", "lower", real)] if clock == "virtual" else []),

@@ -42,7 +42,7 @@ export function scaleOf(state, box, options) {
   state.beyond = beyond;
   const count = Math.max(2, (box.y1 - box.y0) / 34);
   if (kind === "linear") {
-    return linear(...honestEnds(from, to, options.unit), box.y1, box.y0, count);
+    return linear(...honestEnds(from, to, options.unit), box.y1, box.y0, count, options.unit);
   }
   return log(from / 1.15, to * 1.15, box.y1, box.y0, { zero: kind === "log0", count });
 }

@@ -11,6 +11,7 @@ import { extent } from "./scales.js";
 import { colourStrip } from "./strip.js";
 
 const COSTLY = 100_000; // cells that are painted only when somebody looks
+const TALLEST = 640; // pixels
 const LABEL = 10; // pixels of a cell from which every name fits
 
 /** Options: {title, colours, unit, onCell(row, column)}; data: {rows, columns, values, groups, low, high, note}. */
@@ -75,9 +76,10 @@ function names(list, width) {
   return Math.max(24, Math.min(width < 560 ? 64 : 120, longest + 12));
 }
 
-/** The length of the square's side: cells of at most 36 pixels, at least what the page gives. */
+/** The length of the square's side: cells of at most 36 pixels, of many rows smaller ones, as far as the page has room. */
 function side(state, width) {
-  return Math.max(40, Math.min(width - names(state.rows, width) - 8, 640, state.columns.length * 36));
+  const cell = Math.max(LABEL + 4, Math.min(36, TALLEST / Math.max(1, state.rows.length)));
+  return Math.max(40, Math.min(width - names(state.rows, width) - 8, TALLEST, state.columns.length * cell));
 }
 
 function walk(event, state, pick, told) {

@@ -14,7 +14,7 @@ const NARROW = 560;
 export function gutters(width, axis) {
   const narrow = width < NARROW;
   const names = Math.ceil(axis.names) + 14;
-  const left = narrow ? Math.max(52, Math.min(88, names)) : (axis.left ?? Math.max(84, Math.min(176, width * 0.2, names)));
+  const left = narrow ? Math.max(52, Math.min(104, names)) : (axis.left ?? Math.max(84, Math.min(176, width * 0.2, names)));
   const right = axis.right ?? Math.max(92, Math.min(260, width * 0.22, Math.ceil(axis.ends) + 14));
   return { left, right: narrow ? 12 : right, narrow };
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From values to pixels, and the values at which an axis is labelled.
 
+import { COUNTS } from "../format.js";
+
 const ZERO_ROOM = 18; // pixels below a log axis where zero has its own level
 
 /** The round number (1, 2, 5 × 10ⁿ) nearest to a step; `atLeast` never gives a smaller one. */
@@ -23,27 +25,33 @@ export function niceTicks(low, high, count) {
 
 const LEAST = { share: 0.1 }; // of an axis in a unit, from its floor to its top
 const LEAST_PART = 0.1; // of the largest value, in any other unit
+const LEAST_PARTS = { seconds: 0.25, s: 0.25, bytes: 0.25, B: 0.25 }; // amounts, of which people read heights as ratios
+const TO_ZERO = 0.5; // of the largest value: where the smallest is below it, the axis begins at 0
 
 /**
  * The ends of a linear axis around values from `low` to `high`: wide enough that a small change stays a small slope,
- * and never beyond what the unit allows (a share reaches no 110 %, what is never negative has its floor at 0).
+ * and never beyond what the unit allows (a share reaches no 110 %, what is never negative has its floor at 0). Values of
+ * which one is twice another stand on 0: as high as they are.
  */
 export function honestEnds(low, high, unit) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return [low, high];
-  const least = LEAST[unit] ?? LEAST_PART * Math.max(Math.abs(low), Math.abs(high));
+  const part = LEAST[unit] ?? (LEAST_PARTS[unit] ?? LEAST_PART) * Math.max(Math.abs(low), Math.abs(high));
+  const least = COUNTS.has(unit) ? Math.max(1, part) : part;
   const missing = Math.max(0, least - (high - low)) / 2;
   const room = (high - low) * 0.06;
   let [from, to] = [low - Math.max(missing, room), high + Math.max(missing, room)];
-  if (low >= 0 && from < 0) [from, to] = [0, missing ? Math.max(to, least) : to];
+  if (low >= 0 && low < TO_ZERO * high) from = 0;
+  else if (low >= 0 && from < 0) [from, to] = [0, missing ? Math.max(to, least) : to];
   if (unit === "share" && high <= 1 && to > 1) [from, to] = [missing ? Math.min(from, 1 - least) : from, 1];
   return to > from ? [from, to] : [from, from + 1]; // nothing but zeros lies on the floor
 }
 
 /** A scale: {of(value) → pixel, ticks, clamp}. Pixels run from `bottom` up to `top`. */
-export function linear(low, high, bottom, top, count = 4) {
+export function linear(low, high, bottom, top, count = 4, unit = "") {
   [low, high] = widened(low, high);
   const of = (value) => bottom + ((value - low) / (high - low)) * (top - bottom);
-  return { kind: "linear", low, high, of, bottom, top, ticks: niceTicks(low, high, count) };
+  const ticks = niceTicks(low, high, count).filter((tick) => !COUNTS.has(unit) || Number.isInteger(tick));
+  return { kind: "linear", low, high, of, bottom, top, ticks };
 }
 
 function widened(low, high) {
@@ -82,7 +90,7 @@ function logTicks(low, high, count) {
       if (tick >= low * 0.999 && tick <= high * 1.001) found.push(tick);
     }
   }
-  return found;
+  return found.length > 1 ? found : niceTicks(low, high, count).filter((tick) => tick > 0);
 }
 
 /** Rounds at which an axis is labelled: whole numbers, at least `room` pixels apart. */

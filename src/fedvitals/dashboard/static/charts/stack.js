@@ -9,6 +9,8 @@ import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, pai
 import { linear } from "./scales.js";
 import { firstAt, indexAt } from "./tracks.js";
 
+const TALL = 4; // times the usual round: what is longer is cut off, and told
+
 /** Options: {title, unit, axis, height, onRound}; data: {rounds, parts: [{name, values}], flags, note}. */
 export function stackChart(host, options = {}) {
   const joined = joinAxis(options.axis);
@@ -70,7 +72,8 @@ function chosen(state, box) {
 function paint(pen, box, state, options, axis, frame) {
   const colours = theme();
   const shown = chosen(state, box);
-  const most = shown.reduce((high, at) => Math.max(high, state.totals[at]), 0);
+  const cut = tall(state, shown);
+  const most = shown.reduce((high, at) => (cut.has(at) ? high : Math.max(high, state.totals[at])), 0);
   const scale = linear(0, most * 1.06 || 1, box.y1, box.y0, Math.max(2, (box.y1 - box.y0) / 34));
   for (const tick of scale.ticks) {
     const y = scale.of(tick);
@@ -81,6 +84,7 @@ function paint(pen, box, state, options, axis, frame) {
   const width = Math.max(1, box.step - gap);
   pen.clip(box.x0, box.y0 - 2, box.x1 - box.x0, box.y1 - box.y0 + 2, (inner) => {
     paintBars(inner, box, state, shown, width, scale, colours);
+    for (const at of cut) paintCut(inner, box, box.x(state.rounds[at]), width, withUnit(state.totals[at], options.unit), colours);
   });
   paintRounds(pen, box, axis, box.y1);
   paintFlags(pen, box, state.flags, box.y1);
@@ -88,8 +92,23 @@ function paint(pen, box, state, options, axis, frame) {
   if (box.live) {
     const factor = shown.length ? Math.round((box.high - box.low + 1) / shown.length) : 1;
     const thin = box.step < 1 && factor > 1 ? `1 of ${factor} rounds shown, the longest` : "";
-    frame.setNote([state.note, thin].filter(Boolean).join(" · "));
+    const over = cut.size ? `${axis.label}${cut.size > 1 ? "s" : ""} ${[...cut].map((at) => state.rounds[at]).join(", ")} cut off` : "";
+    frame.setNote([state.note, thin, over].filter(Boolean).join(" · "));
   }
+}
+
+/** The few rounds that are so long that all others would lie on the floor: a warm-up, a stall. */
+function tall(state, shown) {
+  const sizes = shown.map((at) => state.totals[at]).filter((size) => size > 0).sort((a, b) => a - b);
+  const found = shown.filter((at) => state.totals[at] > TALL * sizes[sizes.length >> 1]);
+  return new Set(found.length <= Math.max(1, shown.length / 10) && shown.length > 2 ? found : []);
+}
+
+/** Two strokes across a bar that goes on beyond the axis, and how far. */
+function paintCut(pen, box, x, width, text, colours) {
+  const [y, half] = [box.y0 + 14, width / 2 + 1];
+  for (const lower of [0, 5]) pen.line(x - half, y + lower + 3, x + half, y + lower - 3, { stroke: colours.paper, width: 2 });
+  pen.text(Math.min(x, box.x1 - 24), y + 22, text, { fill: colours.ink, anchor: "middle", halo: colours.paper });
 }
 
 /** Part by part, from the bottom up: all bars of a part are one stroke. */

@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { exactly, number, percent, sure, when, withUnit } from "../format.js";
+import { exactly, number, percent, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { causeLevels } from "./finding_parts.js";
 
@@ -26,7 +26,7 @@ export function caseList(run) {
         fill(item,
           h("p", {}, h("span", { class: `sev-${one.severity}` }, h("span", { "aria-hidden": "true", text: `${SHAPES[one.severity] ?? "·"} ` }), one.severity),
             " ", h("a", { href, text: one.looks || one.title }), one.layer && ` in ${one.layer}`,
-            h("span", { class: "muted", text: ` ${sure(one.confidence)}, ${one.course}` }),
+            h("span", { class: "muted", text: ` ${one.sure}, ${one.course}` }),
             one.muted && h("span", { class: "muted", text: ", muted" }), one.acknowledged && h("span", { class: "muted", text: ", acknowledged" })),
           h("p", { class: "muted small", text: one.message }),
           causeLevels(one.levels),

@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { bytes, exact, number, seconds, sure } from "../format.js";
+import { bytes, exact, number, seconds } from "../format.js";
 import { runLink } from "../params.js";
 import { labelOf, nameOf } from "./who.js";
 
@@ -105,7 +105,7 @@ function health(row) {
   if (row.severity === null) return h("span", { class: "muted", text: "no finding" }); // not «well»: the run may not be judged in full
   return h("span", { class: `sev-${row.severity}` },
     h("span", { "aria-hidden": "true", text: `${SHAPES[row.severity] ?? "·"} ` }), WORDS[row.severity] ?? row.severity,
-    row.confidence !== null && h("span", { class: "muted small", text: ` ${sure(row.confidence)}` }));
+    h("span", { class: "muted small", text: ` ${row.cases[0]?.sure ?? ""}` }));
 }
 
 function score(row) {

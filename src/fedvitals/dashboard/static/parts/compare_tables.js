@@ -20,7 +20,7 @@ function shown(value, unit) {
 /** By how much, in the unit that people say it in: points of a share, rounds, else per cent. */
 export function sizeOf(change, unit) {
   if (change.difference === 0) return "same";
-  if (unit === "share") return signed(100 * change.difference, `${THIN}pp`);
+  if (unit === "share") return signed(100 * change.difference, `${THIN}points`);
   if (unit === "rounds" || unit === "cases" || change.relative === null) return signed(change.difference, "");
   if (Math.abs(change.relative) > 9) return `× ${number(1 + change.relative)}`;
   return signed(100 * change.relative, `${THIN}%`);
@@ -79,8 +79,9 @@ export function settingTable(data, marks) {
   const differing = data.settings.filter((one) => one.differs);
   const same = data.settings.filter((one) => !one.differs);
   const head = h("tr", {}, h("th", { scope: "col", text: "setting" }), marks.map((mark) => h("th", { scope: "col" }, mark())));
-  const line = (one) => h("tr", {}, h("th", { class: "name figure", scope: "row", text: one.name }), one.values.map((value) =>
-    h("td", { class: `setting ${one.differs && value !== one.values[0] ? "changed" : ""}`, title: value, text: value ?? NONE })));
+  const line = (one) => h("tr", {}, h("th", { class: "name figure", scope: "row", text: one.name }), one.values.map((value, i) =>
+    h("td", { class: `setting ${one.differs && value !== one.values[0] ? "changed" : ""}`, title: value }, value ?? NONE,
+      one.defaults[i] && h("span", { class: "muted", text: " (default)" }))));
   const table = (rows) => h("table", { class: "data compared" }, h("thead", {}, head.cloneNode(true)), h("tbody", {}, rows.map(line)));
   const all = h("div", {});
   return [

@@ -32,7 +32,7 @@ export function evidencePlots(axis, onRound) {
           return place;
         },
         (place, plot) => {
-          place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map((text) => text[0].toUpperCase() + text.slice(1)).join(". ");
+          place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map(sentence).join(" ");
           place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" && plot.unit !== "share" ? "" : plot.unit, scale: plot.scale }).update({
             series: plot.lines.map((line, at) => lineOf(line, { name: line.of, index: 1 + at })),
             bands: plot.band ? [{ ...plot.band, name: others(plot) }] : [],
@@ -50,6 +50,12 @@ export function evidencePlots(axis, onRound) {
       confidence.destroy();
     },
   };
+}
+
+/** A formula such as «cos(d_i, …)» or «α/r» keeps its small letter. */
+function sentence(text) {
+  const begun = /^[a-z]+[ ,.]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
+  return begun.endsWith(".") ? begun : `${begun}.`;
 }
 
 /** Neighbouring rounds in which it was seen are one flag. */

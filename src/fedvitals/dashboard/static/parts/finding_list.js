@@ -3,7 +3,6 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { sure } from "../format.js";
 import { runLink } from "../params.js";
 import { labelOf, nameOf } from "./who.js";
 
@@ -42,6 +41,6 @@ function line(item, run, one) {
     h("span", { class: `sev-${one.severity} shape`, "aria-label": one.severity, role: "img", text: SHAPES[one.severity] ?? "·" }),
     h("span", { class: "what" }, nameOf(one.node ?? one.layer ?? one.place), labelOf(one.label), " ", h("span", { class: "muted", text: one.looks || one.title })),
     h("span", { class: "num small", text: since }),
-    h("span", { class: "num small", text: sure(one.confidence) }),
+    h("span", { class: "num small", text: one.sure }),
     one.acknowledged && h("span", { class: "small muted seen", text: "✓ acknowledged" })));
 }

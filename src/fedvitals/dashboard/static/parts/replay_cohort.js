@@ -10,7 +10,7 @@ import { remade } from "./band.js";
 import { rowTable } from "./rows.js";
 import { nameOf } from "./who.js";
 
-export const ROWS = 50;
+export const ROWS = 20;
 const CELLS = 40; // clients and layers that a picture shows
 const STATES = { used: "✓ used", "left out": "▲ left out", failed: "✕ failed" };
 const SEVERITY = { used: "muted", "left out": "sev-warning", failed: "sev-critical" };

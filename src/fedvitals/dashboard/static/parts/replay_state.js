@@ -22,7 +22,7 @@ const signed = (share) => (share === null ? "–" : `${share > 0 ? "+" : ""}${pe
 export function modelPanel() {
   const [facts, moved, note, more] = [h("dl", { class: "facts-list" }), h("div", {}), h("p", { class: "small muted" }), h("p", {})];
   const measured = rowTable([
-    { name: "name", text: "metric", class: "name", cell: (row) => row.name },
+    { name: "name", text: "metric", class: "name", cell: (row) => h("span", { title: row.name, text: row.title }) },
     { name: "before", text: "before", num: true, cell: (row) => h("span", { title: exactly(row.before, row.unit), text: withUnit(row.before, row.unit) }) },
     { name: "after", text: "after", num: true, cell: (row) => h("span", { title: exactly(row.after, row.unit), text: withUnit(row.after, row.unit) }) },
     { name: "change", text: "change", num: true, cell: (row) => difference(row) },

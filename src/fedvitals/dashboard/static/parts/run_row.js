@@ -59,7 +59,7 @@ export function runRow(run, acts) {
     headline.setAttribute("href", now.key === null ? runLink(id) : runLink(id, "findings", now.key));
     const planned = now.planned ?? (now.finished === null ? null : now.rounds);
     rounds.textContent = now.planned === null ? `${number(now.rounds)} rounds` : `${number(now.rounds)}/${number(now.planned)}`;
-    rounds.title = now.planned === null ? "how many there shall be was not told" : "rounds so far, and planned";
+    rounds.title = now.planned === null ? "how many there shall be is not known" : "rounds so far, and planned";
     bar.style.width = `${planned ? Math.min(100, (100 * now.rounds) / planned) : 0}%`;
     measured(now);
   }

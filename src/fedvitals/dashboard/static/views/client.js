@@ -16,6 +16,8 @@ import { labelOf, nameOf } from "../parts/who.js";
 
 export const title = "Client";
 
+const SLOWER = 1.2; // times the median client's seconds, from which on it is said how many times
+
 export function view(root, ctx) {
   const { run, params } = ctx;
   const node = ctx.path.node;
@@ -144,7 +146,7 @@ function layerPart(ctx, axis, node) {
   const none = h("div", {});
   let flags = [];
   const chart = remade(host, (where, how) => heatMap(where, {
-    ...how, axis, rowHeight: 14, maxHeight: 360, colours: "signed",
+    ...how, axis, rowHeight: 14, maxHeight: 364, colours: "signed",
     onCell: (_, round) => go(runLink(ctx.run, "rounds", String(round))),
     rowHref: (row) => link(runLink(ctx.run, "layers"), { layer: row }),
   }));
@@ -217,6 +219,6 @@ function timePart(ctx, axis, node) {
 function compared(data) {
   const [own, usual, round] = [data.own.at(-1), data.median.at(-1), data.rounds.at(-1)];
   if (own === null || own === undefined) return "";
-  const others = usual ? `; the median client took ${seconds(usual)}, so it is at ${number(own / usual, 2)} times` : "";
-  return `Round ${round}: ${seconds(own)} of its own${others}.`;
+  const times = own > SLOWER * usual ? `, ${number(own / usual, 2)} times as long` : "";
+  return `Round ${round}: ${seconds(own)}${usual ? `${times}; the median client took ${seconds(usual)}` : ""}.`;
 }

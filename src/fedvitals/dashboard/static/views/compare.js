@@ -88,7 +88,7 @@ export function view(root, ctx) {
   function draw(data) {
     const sides = arranged(data, chosenRuns(params));
     const marks = sides.map((side) => () => [swatch(side.colour), side.letter]);
-    fill(words, data.words.map((text) => h("p", { class: "said", text })), data.partings.map((one) => h("p", { text: one.words })), h("p", { class: "muted", text: data.chance }));
+    fill(words, data.words.map((text) => h("p", { class: "said", text })), [...data.partings.map((one) => one.words), ...data.costs].map((text) => h("p", { text })), h("p", { class: "muted", text: data.chance }));
     const colours = new Map(sides.map((side) => [side.letter, seriesColour(side.colour)]));
     const names = new Map(sides.map((side) => [side.letter, `${side.letter} ${side.name}`]));
     const flags = data.partings.filter((one) => (one.noise ?? one.exact) !== null).map((one) => ({ round: one.noise ?? one.exact, severity: "note", label: `${data.sides[0].letter} and ${one.letter} diverge` }));

@@ -75,7 +75,8 @@ export function view(root, ctx) {
         found.symptom && h("p", { class: "small muted", text: found.symptom }));
       part(numbers, found.numbers.length && numbersTable(found.numbers));
       part(error, found.error && errorBox(found.error));
-      part(more, found.more.length && h("dl", { class: "facts-list" }, found.more.map(([name, text]) => [h("dt", { text: name }), h("dd", { text })])));
+      part(more, found.more.length && h("details", {}, h("summary", { class: "small muted", text: "as the detector wrote it down" }),
+        h("dl", { class: "facts-list" }, found.more.map(([name, text]) => [h("dt", { text: name }), h("dd", { text })]))));
       part(trust, trustBox(one, found));
       part(suspects, found.suspects.length && suspectBars(run, found.suspects, one.severity));
       part(refutation, found.refutation && h("p", { text: found.refutation }));

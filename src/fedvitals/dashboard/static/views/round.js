@@ -28,7 +28,7 @@ export function view(root, ctx) {
       h("section", { class: "panel" }, h("h2", { text: "who waited for whom" }), waited),
       h("section", { class: "panel" }, h("h2", { text: "slowest rounds of the run" }), slowest)),
     h("section", { class: "panel" }, h("h2", { text: "metrics by node" }), table.node, more, raw));
-  const fall = waterfall(picture, { title: "what every node did", maxHeight: 620, onPart: (lane) => lane?.href && go(lane.href) });
+  const fall = waterfall(picture, { title: "what every node did", maxHeight: 612, onPart: (lane) => lane?.href && go(lane.href) });
   let neighbours = {};
 
   const to = (round) => link(runLink(run, "rounds", round), { clock: params.get("clock"), order: params.get("order") });
@@ -92,7 +92,7 @@ export function view(root, ctx) {
     const columns = [
       { name: "node", text: "node", class: "name", sort: "name", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
       ...found.columns.map((one, i) => ({
-        name: one.name, text: one.name, num: true, sort: one.name, title: one.meaning,
+        name: one.name, text: one.title, num: true, sort: one.name, title: `${one.name}: ${one.meaning}`,
         cell: (row) => h("span", { title: exactly(row.values[i], one.unit), text: withUnit(row.values[i], one.unit) }),
       })),
     ];

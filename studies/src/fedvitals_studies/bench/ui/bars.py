@@ -165,6 +165,7 @@ def _interactions(visitor: Visitor, size: Synthetic, tell: Tell) -> dict[str, fl
 
 def _chart(page: Any) -> dict[str, float]:
     """Where the largest canvas is, in sight."""
+    page.wait_for_selector("canvas")
     largest = page.evaluate_handle(
         "[...document.querySelectorAll('canvas')].sort((a, b) => b.clientHeight - a.clientHeight)[0]"
     ).as_element()
