@@ -51,8 +51,8 @@ async def nothing():
 @pytest.fixture(scope="module")
 def app() -> App:
     return App(
-        router.routes, guard=lambda app: app, failed=failed, lifespan=nothing, state=types.SimpleNamespace(), description={},
-        failure=Failure, statuses=STATUSES,
+        router.routes, guard=lambda app: app, failed=failed, lifespan=nothing, state=types.SimpleNamespace(),
+        description={}, failure=Failure, statuses=STATUSES,
     )  # fmt: skip
 
 
