@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import inspect
 import re
+import threading
 import types
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -281,7 +281,7 @@ class App:
         self.routes, self.state = tuple(routes), state
         self._guarded, self._failed, self._lifespan = guard(self._respond), failed, lifespan
         self._description, self._failure, self._statuses = dict(description), failure, statuses
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="dashboard-answer")
+        self._places = asyncio.Semaphore(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -299,7 +299,6 @@ class App:
         except Exception as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             raise
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -326,8 +325,8 @@ class App:
         if inspect.iscoroutinefunction(route.function):
             response = await route.function(request, **arguments)
         else:
-            loop = asyncio.get_running_loop()
-            response = await loop.run_in_executor(self._threads, lambda: route.function(request, **arguments))
+            async with self._places:
+                response = await _in_thread(lambda: route.function(request, **arguments))
         return typing.cast("Response", response)
 
     def openapi(self) -> dict[str, Any]:
@@ -362,6 +361,24 @@ class App:
             paths.setdefault(route.path, {})[method.lower()] = operation
         document = {"openapi": "3.1.0", "info": self._description, "paths": paths}
         return {**document, "components": {"schemas": components}}
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """Do the work in a thread that does not keep the process from ending, as those of an executor would."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def run() -> None:
+        settle: Callable[[Any], None]
+        try:
+            outcome, settle = work(), future.set_result
+        except Exception as error:  # noqa: BLE001 - it is raised where the work is awaited
+            outcome, settle = error, future.set_exception
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
+
+    threading.Thread(target=run, name="dashboard-answer", daemon=True).start()
+    return await future
 
 
 async def read_body(receive: Receive) -> bytes:
