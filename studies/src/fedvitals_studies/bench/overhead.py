@@ -84,9 +84,9 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
         for workload in (WORKLOADS[1], _DEMO) if "data" in parts else ():
             tell(f"tap and data channel per round: {workload.name}")
             rows += _judged("data", _data_signs(workload, cycles=1 if quick else 12))
-        for workload in (WORKLOADS[1], _DEMO) if "gsc" in parts else ():
+        for workload in (_DEMO, WORKLOADS[1]) if "gsc" in parts else ():
             tell(f"gradient scale per round: {workload.name}")
-            rows += _judged("gsc", _gradient_scale(workload, cycles=1 if quick else 15))
+            rows += _judged("gsc", _gradient_scale(workload, cycles=1 if quick else 6))
         for part in [name for name in ("llm", "others") if name in parts]:
             tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
             rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))

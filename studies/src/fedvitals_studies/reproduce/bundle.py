@@ -43,11 +43,12 @@ def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | No
     half.replace(path)
 
 
-def write_done(path: Path, folder: Path) -> None:
+def write_done(path: Path, folder: Path, conditions: Sequence[Condition] = FACTORIAL) -> None:
     """Write what a folder has of the factorial into one file, so that a pack's run does not repeat it."""
-    found = Results.read(folder, FACTORIAL).all()
+    found = Results.read(folder, conditions).all()
+    by_name = {condition.name: condition for condition in conditions}
     if found:
-        write(path, [described(run, BY_NAME[run["condition"]]) for run in found])
+        write(path, [described(run, by_name[run["condition"]]) for run in found])
 
 
 def read(path: Path) -> tuple[list[tuple[Condition, Result]], tuple[int, int] | None]:

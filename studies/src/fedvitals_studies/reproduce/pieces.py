@@ -11,10 +11,11 @@ from pathlib import Path
 
 from fedvitals.errors import ConfigError
 from fedvitals_studies.reproduce import bundle
-from fedvitals_studies.reproduce.conditions import Condition
+from fedvitals_studies.reproduce.conditions import FACTORIAL, Condition
 from fedvitals_studies.reproduce.factorial import phases
 from fedvitals_studies.reproduce.study import plan
 
+CELLS_AND_WHAT_FOLLOWS = {condition.study for condition in FACTORIAL}
 ARGUMENTS = "--study factorial --together"
 
 
@@ -38,7 +39,7 @@ def run_pieces(
     brings nothing ends it with ConfigError: what is merged stays, and the same call goes on.
     """
     while (count := left()) > 0:
-        bundle.write_done(code / bundle.DONE, folder)
+        bundle.write_done(code / bundle.DONE, folder, [c for c in expected if c.study in CELLS_AND_WHAT_FOLLOWS])
         tell(f"{count} runs left.")
         with tempfile.TemporaryDirectory() as out:
             there = {**os.environ, "PACK": str(code.parent), "PIECE": arguments, "OUT": out}

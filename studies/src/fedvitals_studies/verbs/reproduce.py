@@ -88,7 +88,7 @@ def command(
         return
     from fedvitals_studies.reproduce.conditions import FACTORIAL, chosen
     from fedvitals_studies.reproduce.factorial import REPEATS, phases
-    from fedvitals_studies.reproduce.page import as_facts, write_page
+    from fedvitals_studies.reproduce.page import write_page
     from fedvitals_studies.reproduce.results import Results
 
     folder = Path(out or ("reproduction-quick" if quick else "reproduction"))
@@ -108,6 +108,12 @@ def command(
             _measure_costs(folder, place)
     click.echo("Drawing the page ...", err=True)
     outcome = write_page(folder, Results.read(folder, everything))
+    _finish(outcome, failed, study, as_json=as_json)
+
+
+def _finish(outcome: Outcome, failed: list[str], study: str, *, as_json: bool) -> None:
+    from fedvitals_studies.reproduce.page import as_facts
+
     if as_json:
         print_json("reproduce", {**as_facts(outcome), "study": study, "failed": failed, "files": _names(outcome)})
     else:
