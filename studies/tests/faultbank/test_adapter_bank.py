@@ -22,6 +22,12 @@ healthy = 0
 """
 
 
+def run(command):
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    return ended.value.code
+
+
 def test_it_is_the_bank_whose_digest_was_published():
     bank = read_bank("adapters")
     assert bank.digest == DIGEST
@@ -36,13 +42,13 @@ def test_a_planted_fault_is_run_and_judged(tmp_path, capsys):
     file = tmp_path / "small.toml"
     file.write_text(SMALL, encoding="utf-8")
     command = ["faultbank", "--bank", str(file), "--out", str(tmp_path / "out"), "--json"]
-    assert main(command) == 0
+    assert run(command) == 0
     facts = json.loads(capsys.readouterr().out)["result"]
     assert facts["counts"] == {"faulty runs": 1, "clean runs": 0, "healthy rounds": 0}
     (bar,) = facts["bars"]
     assert (bar["bar"], bar["obtained"], bar["verdict"]) == ("ADAPTER_SCALE_MISMATCH within 3 rounds", 1.0, "met")
     lines = (tmp_path / "out" / "runs.jsonl").read_text(encoding="utf-8")
-    assert main(command) == 0
+    assert run(command) == 0
     assert (tmp_path / "out" / "runs.jsonl").read_text(encoding="utf-8") == lines
 
 

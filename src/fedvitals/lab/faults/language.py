@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of language models and their adapters.
 
-No issue of `diagnosis.issues.table` names them yet, so each has the closest one.
+They strike single clients, while most issues of language models are of the whole federation, so each has the closest
+issue of a client. The fault bank's «adapters» plants the others.
 """
 
 from __future__ import annotations
