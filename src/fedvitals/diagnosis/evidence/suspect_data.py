@@ -153,7 +153,9 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     enough = deviation.share > LEAST_SHARE and deviation.flipped_share > LEAST_FLIPPED
     flip = deviation.flip > _flip_limit(deviation) and enough and explained >= EXPLAINED * deviation.excess
     if noise or flip:
-        several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
+        several = (
+            deviation.flips > 1 and max(deviation.mixed - deviation.flip, deviation.noise - deviation.flip / 3) > 0
+        )
         return "label_noise" if (noise and deviation.mixed > deviation.flip) or several or not flip else "label_flip"
     limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
     return "inputs" if deviation.excess > limit and deviation.cells > 1 else None
