@@ -120,7 +120,7 @@ def test_zero_lies_below_every_power_of_ten(store):
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[0] == "0"
     assert labels[1].startswith("10")
-    assert axes.get_title(loc="left").startswith("scale.gsc = ")
+    assert axes.get_title(loc="left").startswith("gradient scale (GSC) = ")
 
 
 def test_one_client_is_no_median(tmp_path):

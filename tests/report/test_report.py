@@ -151,8 +151,12 @@ def test_an_empty_run_says_what_is_missing(pages):
 
 def test_several_runs_are_compared(pages):
     words = " ".join(Page(pages[RUNS[-1]]).words)
-    for part in ("A (synthetic)", "One run each", "Where they diverge", "settings that differ", "Verdicts"):
+    for part in ("A (synthetic)", "One run each", "Where they diverge", "settings that differ", "Appendix"):
         assert part in words
+    order = [
+        words.rindex(part) for part in ("What happened", "Where they diverge", "Evidence", "What to do", "Appendix")
+    ]
+    assert order == sorted(order)
 
 
 def test_settings_are_flat_paths_and_readable_values():
@@ -162,14 +166,14 @@ def test_settings_are_flat_paths_and_readable_values():
             tables=(LayerTable("parameter", layers[:count]),))
         for name, rate, count in (("r1", 0.1, 1), ("r2", 0.2, 2))
     )  # fmt: skip
-    _, differing, same = settings_part([[one], [two]], ["A", "B"])
+    differing, same = settings_part([[one], [two]], ["A", "B"])
     changed = {row[0]: row[1:] for row in differing.rows}
     assert changed == {
         "opt.lr": ("0.1", "0.2"),
         "model": ("1 layers, 6 weights", "2 layers, 9 weights"),
         "model.0.bias": ("–", "3"),
     }
-    kept = dict(same.rows)
+    kept = dict(same.blocks[0].rows)
     assert kept["faults.0.nodes"] == "c1, c2"
     assert kept["on"] == "yes"
     assert not any(mark in text for text in [*kept.values(), *map(str, changed)] for mark in "{}[]")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from fedvitals.catalog import LEVELS, unit_of
@@ -21,7 +22,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of
-from fedvitals.views.not_finite import NONE, rounds_not_finite
+from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.unmeasured import Seldom, absent_metrics, seldom_measured
 
 # What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
@@ -128,7 +129,7 @@ def detectors_of(run: Run) -> int:
     return int(setting_of(run, "detectors", 0))
 
 
-def vital_sign(history: History, name: str, lost: Mapping[str, set[int]] = NONE) -> Sign:
+def vital_sign(history: History, name: str, lost: Mapping[str, set[int]] = MappingProxyType({})) -> Sign:
     """The federation's own values, else the server's, else each round's median over the clients.
 
     `lost`: the rounds in which a client's value is not finite, whatever is stored (`views.not_finite`).

@@ -23,9 +23,8 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import Brief, brief, case_key, cases_of, culprits, failures_by_client, marked
 from fedvitals.views.cohort import Matrix, Whole
 from fedvitals.views.labels import labels_of
-from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.matrix import metric_matrix, rounds_not_finite
 from fedvitals.views.memo import Remembered
-from fedvitals.views.not_finite import rounds_not_finite
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500

@@ -7,21 +7,22 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from fedvitals.diagnosis.cases import MODEL_LOST
 from fedvitals.records import is_client
 from fedvitals.store.read import metrics
 from fedvitals.store.read.nodes import nodes_by_number
+from fedvitals.store.read.queries import rounds_with_findings
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, compact, single
-from fedvitals.views.not_finite import rounds_not_finite
 
-__all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "share"]
+__all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "rounds_not_finite", "share"]
 
 BYTES = 256_000_000  # of matrices that are remembered
 NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
@@ -294,6 +295,34 @@ def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     for row, own in rows:
         values[row, np.isin(rounds, [*own])] = np.nan
     return Matrix(matrix.nodes, matrix.rounds, values, matrix.there)
+
+
+# Norm → the count of NaN and Inf among the values that it is of.
+_COUNTS = {
+    "gradient.norm": "gradient.nonfinite",
+    "gradient.norm_max": "gradient.nonfinite",
+    "gradient.norm_last": "gradient.nonfinite",
+    "weight.norm": "weight.nonfinite",
+    "weight.drift": "weight.nonfinite",
+    "update.norm": "update.nonfinite",
+}
+
+
+def rounds_not_finite(reader: Reader, run: str, name: str) -> Mapping[str, set[int]]:
+    """Return the rounds in which each node's metric is the norm of values some of which are NaN or infinite.
+
+    Kernels add up the finite values alone, so that the norm of NaNs is stored as 0; shown as 0 it would be the opposite
+    of what happened. Only rounds with a finding of NaN are looked at.
+    """
+    counted = _COUNTS.get(name)
+    rounds = () if counted is None else rounds_with_findings(reader, run, MODEL_LOST)
+    if counted is None or not rounds:
+        return {}
+    memory, key = memory_of(reader), ("not finite", run, counted)
+    if memory.get(key, (None,))[0] != rounds:
+        memory[key] = rounds, metrics.rounds_above_zero(reader, run, counted, rounds)
+    lost: Mapping[str, set[int]] = memory[key][1]
+    return lost
 
 
 def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:

@@ -21,8 +21,8 @@ from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
+from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.metric_titles import in_words, metric_title
-from fedvitals.views.not_finite import rounds_not_finite
 
 Numbers = list[float | None]
 """Values for JSON: None where there is none, or none that is finite."""

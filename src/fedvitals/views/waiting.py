@@ -13,11 +13,14 @@ from fedvitals.analysis.critical_path import CriticalPath
 from fedvitals.analysis.stragglers import COSTLY, stragglers
 from fedvitals.analysis.timeline import RoundTime
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import end_of_run
 from fedvitals.views.case_sentences import joined
+from fedvitals.views.memo import remembered
 from fedvitals.views.timed_rounds import asked_rounds, timed_rounds
 from fedvitals.views.units import percent, seconds
 
 NAMED = 3  # clients in a sentence
+OFTEN = 10  # rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,15 @@ def waiting_of(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> Wai
 
 
 def waiting_in(reader: Reader, run: str) -> Waiting:
-    """Read for whom the newest rounds of a run waited: those that its page of rounds opens with."""
-    looked = timed_rounds(reader, asked_rounds(reader, run))
-    return waiting_of(looked.times, looked.paths)
+    """Read for whom the newest rounds of a run waited: those that its page of rounds opens with.
+
+    Of a run that trains, it is read again every tenth round: of a thousand clients it takes half a second.
+    """
+    rounds = reader.history(run).rounds()
+    until = len(rounds) if len(rounds) < OFTEN else len(rounds) // OFTEN
+
+    def read() -> Waiting:
+        looked = timed_rounds(reader, asked_rounds(reader, run))
+        return waiting_of(looked.times, looked.paths)
+
+    return remembered(reader, "waiting", run, (until, end_of_run(reader, run)), read)

@@ -302,18 +302,19 @@ def metrics_of_names(reader: Reader, run: str, names: Sequence[str]) -> list[Met
     return rows.from_rows(Metric, metrics)
 
 
-def rounds_above_zero(reader: Reader, run: str, name: str) -> dict[Node, set[int]]:
-    """Return the rounds in which each node told more than zero of a metric: of a count, where it counted anything."""
-    cells = reader.database.rows(
-        "SELECT DISTINCT m.node, m.round FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.value > 0 "
-        "AND m.node IS NOT NULL AND m.layer IS NULL",
-        (reader.names.number(run) or 0, reader.names.number(name) or 0),
-    )
+def rounds_above_zero(reader: Reader, run: str, name: str, rounds_asked: Collection[int]) -> dict[Node, set[int]]:
+    """Return those of some rounds in which each node told more than zero of a metric: of a count, counted anything."""
+    cells = [
+        (node, round_index)
+        for round_index in rounds_asked
+        for node, value in values_in_round(reader, run, name, round_index)
+        if value > 0
+    ]
     nodes = sorted({node for node, _ in cells})
     names = dict(zip(nodes, reader.names.texts(nodes), strict=True))
     rounds: dict[Node, set[int]] = {}
     for node, round_index in cells:
-        rounds.setdefault(names[node], set()).add(int(round_index))
+        rounds.setdefault(names[node], set()).add(round_index)
     return rounds
 
 

@@ -199,16 +199,17 @@ def find_run(reader: Reader, text: str) -> str:
     raise ConfigError(unknown("run", text, {row[1] for row in runs}))
 
 
-def newest_finding_of(reader: Reader, run: str, issues: Iterable[str]) -> int | None:
-    """Return the arrival of the run's newest finding of one of these issues; None where it has none."""
+def rounds_with_findings(reader: Reader, run: str, issues: Iterable[str]) -> tuple[int, ...]:
+    """Return the rounds in which the run has a finding of one of these issues, ascending."""
     numbers = [number for issue in issues if (number := reader.names.number(issue)) is not None]
     if not numbers:
-        return None
-    ((arrival,),) = reader.database.rows(
-        f"SELECT MAX(arrival) FROM finding WHERE run = ? AND issue IN ({placeholders(numbers)})",  # noqa: S608 - placeholders
+        return ()
+    rounds = reader.database.rows(
+        "SELECT DISTINCT round FROM finding WHERE run = ? AND round IS NOT NULL "  # noqa: S608 - placeholders
+        f"AND issue IN ({placeholders(numbers)}) ORDER BY round",
         (reader.names.number(run) or 0, *numbers),
     )
-    return None if arrival is None else int(arrival)
+    return tuple(int(round_index) for (round_index,) in rounds)
 
 
 def get_run(reader: Reader, run: str) -> Run:
