@@ -47,7 +47,7 @@ class InputProfiles:
             self._width, self._past = shares.shape[1], {}
         logs = np.log(shares + 1 / self._width)
         differences = logs - np.median(logs, axis=0)
-        names = [nodes[i] for i in moving]
+        names = [nodes[int(i)] for i in moving]
         for name, own, direction in zip(names, differences, _directions(differences), strict=True):
             directions, sums, weight = self._past.pop(name, (np.zeros(1), np.zeros(1), 0.0))
             self._past[name] = KEPT * directions + direction, KEPT * sums + own, KEPT * weight + 1

@@ -80,14 +80,13 @@ class ClientSession:
         self.results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
-        self._steps = 0
+        self._steps, self._data_changed = 0, False  # changed since the client last took part
         self._skipped: int | Tensor = 0
         self._settings: Mapping[str, float | Tensor] = {}
         self._step_began = self._step_seconds = 0.0
         self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
         self._batch: samples.Batch | None = None
-        self._data_changed = False  # since the client last took part
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
@@ -197,23 +196,16 @@ class ClientSession:
 
     def _begin_copies(self) -> PendingResults:
         """Begin to copy everything measured to the host."""
-        view, instruments = self._view, self._instruments
+        view, losses, tokens = self._view, self._measured_losses, self._counted_tokens
         return PendingResults(
-            instruments,
+            self._instruments,
             self.results,
             view.node or "",
             self._rows,
             None if self._recorded is None else self._recorded[1],
             [recorder for _, recorder in self._recorders.values()],
             self._measure_update(),
-            StepTotals(
-                self._steps,
-                self._skipped,
-                self._clip.norms,
-                self._settings,
-                self._measured_losses,
-                self._counted_tokens,
-            ),
+            StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, losses, tokens),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
             None if self._ranks is None else functools.partial(self._ranks.gather, self.results, self._steps),

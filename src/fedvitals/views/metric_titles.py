@@ -110,8 +110,6 @@ TITLES = {
     "perplexity.before": "perplexity of the received model",
     "perplexity.after": "perplexity of the trained model",
     "held_back.loss": "loss on texts that nobody trains on",
-    "adapter.scale": "α/r of the adapters",
-    "adapter.rank": "rank of the adapters",
     "adapter.change": "change of the merged weights in the round",
     "adapter.drift": "change of the merged weights since the start",
     "adapter.unmoved": "adapters that do not move",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,11 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
     )
 
 
+def _layer_pair(pair: str, figures: Figures) -> ValuesByRound:
+    """Return the gradient scale between two layers by round; empty where it was not measured."""
+    return figures.layer_pairs.get(pair, {})
+
+
 def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, virtual: bool) -> list[Picture]:
     def drawn(
         name: str, title: str, unit: str, scale: str, course: Callable[[Figures], ValuesByRound], note: str = ""
@@ -178,7 +184,7 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
             "gsc", "gradient scale coefficient (GSC)", "", "log0", lambda f: f.gsc, "median over the clients, log axis"
         ),
         *(
-            drawn(f"gsc {pair}", f"GSC of {pair}", "", "log0", lambda f, pair=pair: f.layer_pairs.get(pair, {}))
+            drawn(f"gsc {pair}", f"GSC of {pair}", "", "log0", functools.partial(_layer_pair, pair))
             for pair in sorted({pair for side in sides for figures in side for pair in figures.layer_pairs})
         ),
         drawn(

@@ -6,6 +6,7 @@ A *side* is one run, or several repeats of it: runs of one name and one configur
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import tomllib
@@ -239,6 +240,11 @@ def _side(letter: str, side: Sequence[Figures]) -> Side:
     )
 
 
+def _rounds_to(level: int, figures: Figures) -> float | None:
+    """Return the rounds until the accuracy reached a level, by its place among LEVELS; None: it never did."""
+    return figures.reached[level].rounds
+
+
 def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
     """Topic, name, unit, which way is better, and how it is read."""
 
@@ -256,10 +262,10 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("learning", "accuracy, best", "share", "higher", lambda f: highest(f.accuracy)),
         ("learning", "loss, last", "1", "lower", lambda f: last(f.loss)),
     ]
-    for i, level in enumerate(LEVELS):
-        lines.append(
-            ("learning", f"rounds to {100 * level:.0f} %", "rounds", "lower", lambda f, i=i: f.reached[i].rounds)
-        )  # type: ignore[misc]
+    lines += [
+        ("learning", f"rounds to {100 * level:.0f} %", "rounds", "lower", functools.partial(_rounds_to, i))
+        for i, level in enumerate(LEVELS)
+    ]
     lines += [
         ("time", f"round ({clock} clock)", "seconds", "lower", lambda f: mean([*seconds(f).values()])),
         *([("time", "round (real clock)", "seconds", "lower", real)] if clock == "virtual" else []),

@@ -14,6 +14,7 @@ from fedvitals.cli.options import json_option, print_json
 
 if TYPE_CHECKING:
     from fedvitals_studies.faultbank.bank import Taken
+    from fedvitals_studies.faultbank.cases import Bank
     from fedvitals_studies.faultbank.pool import Done
     from fedvitals_studies.packs.pack import Packed
 
@@ -90,16 +91,14 @@ def command(
     chosen = read_bank(name)
     where = Path(data) if data else None
     if only_list:
-        _list(listing(chosen), as_json)
-        return 0
-    if chosen.federations and (pack_to is not None or merge):
-        raise click.UsageError(f"The bank {chosen.name} is run here: leave --pack and --merge out.")
+        return _list(listing(chosen), as_json)
+    if pack_to is not None or merge:
+        _check_portable(chosen)
     if pack_to is not None:
         from fedvitals_studies.faultbank.pack import pack_bank
 
         packed = pack_bank(chosen, path_of(name), Path(pack_to), where, python, [Path(wheel) for wheel in wheels])
-        _tell_pack(packed, name, python, as_json)
-        return 0
+        return _tell_pack(packed, name, python, as_json)
     folder = Path(out or ("faultbank" if chosen.name == "held-out" else f"faultbank-{chosen.name}"))
     other = Path(beside) if beside else None
     before = read_cases(Path(seen)) if seen else frozenset[str]()
@@ -114,6 +113,12 @@ def command(
     return int(bool(taken.failed) or (judge and any(bar.verdict == "missed" for bar in taken.bars)))
 
 
+def _check_portable(bank: Bank) -> None:
+    """Refuse to train a bank elsewhere whose federations are a study's own code."""
+    if bank.federations:
+        raise click.UsageError(f"The bank {bank.name} is run here: leave --pack and --merge out.")
+
+
 def _tell(taken: Taken, as_json: bool) -> None:
     for name, error in taken.failed:
         click.echo(f"fedvitals: the case {name} failed: {error.strip().splitlines()[-1]}", err=True)
@@ -125,27 +130,31 @@ def _tell(taken: Taken, as_json: bool) -> None:
         _print(taken)
 
 
-def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> None:
+def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> int:
+    """Print what was packed and how to go on; return the exit status."""
     from fedvitals_studies.packs.pack import size
 
-    told = {str(part): size(part) for part in (packed.code, *packed.parts)}
+    sizes = {str(part): size(part) for part in (packed.code, *packed.parts)}
     if as_json:
-        print_json("faultbank", {"pack": told, "script": str(packed.script)})
-        return
-    for path, count in told.items():
+        print_json("faultbank", {"pack": sizes, "script": str(packed.script)})
+        return 0
+    for path, count in sizes.items():
         click.echo(f"{count / 1e6:7.1f} MB  {path}")
     there = f"python {packed.script} --device cuda --minutes 6 --out OUT"
     click.echo(f"There, with all of it in place, by Python {python}: {there}")
     click.echo(f"Then here: fedvitals faultbank --bank {bank} --merge OUT")
+    return 0
 
 
-def _list(facts: dict[str, Any], as_json: bool) -> None:
+def _list(facts: dict[str, Any], as_json: bool) -> int:
+    """Print what is in a bank; return the exit status."""
     if as_json:
         print_json("faultbank", facts)
-        return
+        return 0
     for name, value in facts.items():
         text = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
         click.echo(f"{name}: {text}")
+    return 0
 
 
 class _bars:  # noqa: N801 - used as a function is
