@@ -105,7 +105,7 @@ def test_a_sick_run_is_one_and_nothing_differs(store, capsys):
 def test_a_healthy_run_is_zero(store, capsys):
     code, out, _ = run(capsys, "check", "clean", "--store", store)
     assert code == 0
-    assert "0 cases" in out
+    assert "0 findings, 0 still there" in out
     assert "Nothing differs from the 0 findings" in out
     assert run(capsys, "findings", "clean", "--store", store)[0] == 0
 

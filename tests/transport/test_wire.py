@@ -204,11 +204,11 @@ def test_names_that_the_format_does_not_know_travel_as_text():
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [True, False])
 def test_a_client_round_of_the_papers_cnn_takes_less_than_3_kb(first):
-    """Losses by class are 0.9 kB of it. The first also tells labels and data of 43 classes, once: 4 kB more."""
+    """Losses by class are 0.9 kB of it. The first also describes labels and images of 43 classes, once: 8 kB more."""
     records = client_round(first=first)
     assert {type(r) for r in records} >= {Measurements, Span}
     assert {type(r) for r in single_records(records)} >= {Metric, LayerStats, Span}
-    assert len(encode(records)) <= (7500 if first else 3000)
+    assert len(encode(records)) <= (11_500 if first else 3000)
 
 
 # -- what is not as it should be --------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_says_what_changed_and_shows_it(home, page):
     assert "nothing here tells a difference from chance" in said
     assert pictures(page) == ["accuracy", "loss", "gsc", "difference.accuracy", "difference.loss", "seconds", "bytes"]
     last = page.locator("table.compared tr", has_text="accuracy, last").inner_text()
-    assert re.sub(r"\s+", " ", last) == "learning accuracy, last 90 % 70 % −20 pp worse"
+    assert re.sub(r"\s+", " ", last) == "learning accuracy, last 90 % 70 % −20 points worse"
     assert "Labels are wrong" in page.get_by_role("region", name="Findings").last.inner_text()
     assert page.locator("td.changed").all_inner_texts()[-1] == "0.2"
     page.get_by_text("settings are the same").click()
