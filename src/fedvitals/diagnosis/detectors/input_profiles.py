@@ -78,11 +78,12 @@ def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]
         return
     named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
     trend, data = LOCATOR.trend_up_to(history, round_index), examine_data(history, round_index)
+    one_class = _teach_one_class(history, round_index, [node for node in outstanding if node in data.group])
     for node, sign in outstanding.items():
         since = _since(history, round_index, node)
         if since is None or node in named or node in data.suspects:
             continue
-        if node in data.group and sign.name == ALIKE and not _teach_one_class(history, round_index, outstanding):
+        if node in data.group and sign.name == ALIKE and not one_class:
             continue
         if node not in data.group and trend.is_explained(node):
             continue
