@@ -25,6 +25,7 @@ from fedvitals.diagnosis.detectors import (
     language,
     learning_rate,
     memory_leaks,
+    oversized_updates,
     stalls,
     system,
     transformed,
@@ -62,6 +63,7 @@ RULES: tuple[Detector, ...] = (
 BESIDE_EVIDENCE: tuple[Detector, ...] = (
     *changed_clients.DETECTORS,
     *against_cohort.DETECTORS,
+    *oversized_updates.DETECTORS,
     *input_profiles.DETECTORS,
 )
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)

@@ -56,6 +56,27 @@ def test_who_sends_back_what_it_got_is_a_free_rider_in_the_first_round():
     assert found["FREE_RIDER", "c3"] == 0
 
 
+class ReportOfC3:
+    """A history in which c3 reports that it trained what it sent."""
+
+    def __init__(self, history):
+        self._history = history
+
+    def __getattr__(self, name):
+        return getattr(self._history, name)
+
+    def latest(self, name, round_index):
+        values = dict(self._history.latest(name, round_index))
+        if name == "weight.drift" and "c3" in values:
+            return values | {"c3": self._history.latest("update.norm", round_index)["c3"]}
+        return {n: v for n, v in values.items() if n != "c3" or name not in ("update.differs", "update.factor")}
+
+
+def test_who_sends_the_servers_step_is_a_free_rider_whatever_it_reports():
+    history = ReportOfC3(watched(lab.free_rider(noise=0.02, **ILL)))
+    assert {(f.issue, f.where.node) for f in findings_by(history, DETECTORS)} == {("FREE_RIDER", "c3")}
+
+
 @pytest.mark.parametrize("topology", GROUPS)
 def test_a_layer_frozen_inside_a_group_is_seen_in_its_gradients(topology):
     assert at_once(lab.frozen_layer(**ILL), within=2, topology=GROUPS[topology]) == {"FROZEN_LAYER"}

@@ -13,12 +13,15 @@ from fedvitals.diagnosis.examine import examine
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.store import MemoryStore
 
-CLIENTS = {"clients": 10, "rounds": 12, "partition": {"kind": "dirichlet", "alpha": 0.5}, "seed": 3}
+PARTITIONS = {
+    "dirichlet": {"kind": "dirichlet", "alpha": 0.5},
+    "two classes": {"kind": "classes_per_client", "classes": 2},
+}
 TRIGGER = {"nodes": ["c2", "c6"], "share": 0.7, "target": 3, "size": 4}
 
 
 @functools.cache
-def history_of(kind, **more):
+def history_of(kind, partition="dirichlet", clients=10, seed=3, **more):
     """A federation on the digits whose clients c2 and c6 have a fault of this kind, or none."""
     faults = [] if kind is None else [{"kind": kind, **TRIGGER, **more}]
     experiment = lab.Experiment(
@@ -26,7 +29,10 @@ def history_of(kind, **more):
         model={"kind": "mlp", "hidden": [32]},
         local={"iterations": 10, "optimizer": {"kind": "sgd", "learning_rate": 0.2}},
         faults=faults,
-        **CLIENTS,
+        clients=clients,
+        rounds=12,
+        partition=PARTITIONS[partition],
+        seed=seed,
     )
     store = MemoryStore()
     monitor = Monitor(None, host="lab", detectors=(), sinks=[store], machine=False)
@@ -45,3 +51,10 @@ def test_attackers_are_named_by_their_updates_alone(kind):
 
 def test_nobody_is_named_where_nothing_is_trained_in():
     assert examine(history_of(None), detectors=[trained_in_triggers]) == []
+
+
+def test_clients_with_the_same_two_classes_are_alike_for_that_reason():
+    history = history_of(None, "two classes", clients=12, seed=5)
+    alike = history.latest("update.inputs_alike", history.rounds()[-1])
+    assert max(alike.values()) > 0.75  # as accomplices are
+    assert examine(history, detectors=[trained_in_triggers]) == []

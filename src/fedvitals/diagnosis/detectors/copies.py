@@ -34,6 +34,7 @@ from fedvitals.records import Finding, Suspect
 
 # Cosine to the server's last step, sent back: where telemetry tells that something else was trained, else.
 STEP, STEP_UNSEEN = 0.94, 0.99
+FEWEST_UNLIKE = 3  # others that are unlike the step, from which a client's own word does not count against that
 
 Pair = tuple[Node, Node]
 
@@ -148,8 +149,10 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
             continue
         others = [value for other, value in steps.items() if other != node and other not in altered]
         certain = cosine > STEP_UNSEEN and node in altered  # whatever the others', and were there none
-        if (len(others) < 2 and not certain) or node in unaltered or nearest.get(node, 0.0) > cosine + 1e-3:
+        if (len(others) < 2 and not certain) or nearest.get(node, 0.0) > cosine + 1e-3:
             continue
+        if node in unaltered and (len(others) < FEWEST_UNLIKE or _decides(history, round_index, node)):
+            continue  # it may have trained its own last step again
         if node in altered:
             rides = certain or (cosine > STEP and 1 - cosine < STANDS_OUT * (1 - max(others)))
         else:
@@ -160,3 +163,9 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
             text = f"{node} sends the server's last step again (cosine {cosine:.3f}{peers})."
             number = Number("update.peers.step", cosine, usual)
             yield finding("FREE_RIDER", round_index, text, confidence=0.97, node=node, numbers=[number])
+
+
+def _decides(history: History, round_index: int, node: Node) -> bool:
+    """Return whether a client had half of the weight in the last step, so that this was its own update."""
+    claims = history.latest("update.samples", round_index)
+    return 2 * claims.get(node, 0.0) >= sum(claims.values())

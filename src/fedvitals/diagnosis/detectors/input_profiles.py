@@ -3,7 +3,8 @@
 
 It rests on updates alone, so that a client gains nothing by what it tells. Labels that differ from client to client
 make profiles differ as well, all of them by about as much: so a few clients are named only if there is a gap between
-them and all others of the same round.
+them and all others of the same round. Where most clients teach few classes only, those with the same classes are alike
+and others are apart, and nobody is named.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from fedvitals.diagnosis.detectors.changed_clients import located_clients
 from fedvitals.diagnosis.evidence.attendance import groups_of, rounds_until
+from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
@@ -30,11 +33,14 @@ ALIKE, APART = "update.inputs_alike", "update.inputs_apart"
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """From which value on clients stand out, by how much from all others, and how many of them at least."""
+    """From which value on clients stand out, by how much and how many times from all others, and how many of them at
+    least.
+    """
 
     name: str
     limit: float
     gap: float
+    times: float
     fewest: int
     text: str
 
@@ -44,11 +50,15 @@ SIGNS = (
         ALIKE,
         0.75,
         0.2,
+        1.0,
         2,
         "single out the same inputs as another client's (cosine {value:.2f}), and nobody else's do",
     ),
-    _Sign(APART, 1.3, 0.4, 1, "move few inputs of the first dense layer {times:.2g} times as much as the others'"),
+    _Sign(APART, 1.3, 0.4, 2.0, 1, "move few inputs of the first dense layer {times:.2g} times as much as the others'"),
 )
+# Median entropy of the squared changes of the head's rows, as a share of the largest: under it, most clients teach few
+# classes only. Two of ten give 0.6, Dirichlet 0.1 about 0.7, Dirichlet 0.5 from 0.76 on.
+MIXED = 0.7
 MOST = 0.4  # of the clients: more are a population of their own
 FEWEST = 4  # clients: fewer have no majority to be compared with
 STREAK = 4  # participations in a row in which a client stands out
@@ -68,11 +78,12 @@ def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]
         return
     named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
     trend, data = LOCATOR.trend_up_to(history, round_index), examine_data(history, round_index)
+    one_class = _teach_one_class(history, round_index, [node for node in outstanding if node in data.group])
     for node, sign in outstanding.items():
         since = _since(history, round_index, node)
         if since is None or node in named or node in data.suspects:
             continue
-        if node in data.group and sign.name == ALIKE and not _teach_one_class(history, round_index, outstanding):
+        if node in data.group and sign.name == ALIKE and not one_class:
             continue
         if node not in data.group and trend.is_explained(node):
             continue
@@ -116,12 +127,15 @@ def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]
 def _outstanding(history: History, round_index: int) -> Mapping[Node, _Sign]:
     """Return the clients that stand out in a round, with the sign by which they do."""
     found: dict[Node, _Sign] = {}
+    entropies = peer_statistic(history, round_index, "class_entropy")
+    if not entropies or median(entropies.values()) < MIXED:
+        return found
     for sign in SIGNS:
         values = history.latest(sign.name, round_index)
         ranked = sorted(values, key=lambda node: -values[node])
         for count in range(sign.fewest, int(MOST * len(ranked)) + 1 if len(ranked) >= FEWEST else 0):
             last, following = values[ranked[count - 1]], values[ranked[count]]
-            if last >= sign.limit and last - following >= sign.gap:
+            if last >= max(sign.limit, following + sign.gap, sign.times * following):
                 found = {**dict.fromkeys(ranked[:count], sign), **found}
                 break
     return found

@@ -9,7 +9,7 @@ on what a class is. There many clients stand out, and none of them is accused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.data_change import DataChange, DataSketch
@@ -35,6 +35,7 @@ WITHIN = 0.4  # of what noise adds to the variance of inputs, the share that mus
 NEAR_FLIP = 9.6  # of a log-likelihood ratio that is unusual, if not enough for an accusation
 MANY = 0.3  # of all clients: if more than so many stand out, they are another population
 GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that are a group with inputs of their own
+AS_MANY = 0.8  # of the clients now compared, with which data were compared before and nothing was unusual about them
 MOST_COMPARED = 300  # clients, of those that are not in the round the ones that told last
 
 
@@ -61,11 +62,24 @@ class DataExamination:
 
 
 class _Compared:
-    """The comparison of a history's newest sketches, made again when there is a new one or other clients take part."""
+    """The comparison of a history's newest sketches, made again when there is a new one or other clients take part; and
+    the sketches about which nothing was unusual, with the number of clients that they were compared with.
+    """
 
     def __init__(self) -> None:
         self.key: object = None
         self.deviations: dict[Node, DataDeviation] = {}
+        self._usual: dict[Node, tuple[DataSketch, int]] = {}
+
+    def was_usual(self, node: Node, sketch: DataSketch) -> bool:
+        """Return whether nothing was unusual about these very data before. If they deviate now, others' data did."""
+        known, clients = self._usual.get(node, (None, 0))
+        return known is sketch and clients >= AS_MANY * len(self.deviations)
+
+    def add_usual(self, node: Node, sketch: DataSketch) -> None:
+        """Remember that nothing is unusual about a client's data."""
+        if not self.was_usual(node, sketch):
+            self._usual[node] = sketch, len(self.deviations)
 
 
 @shared
@@ -73,17 +87,30 @@ def examine_data(history: History, round_index: int) -> DataExamination:
     """Return what the data of the clients in a round show."""
     sketches = data_sketches(history, round_index)
     present = [node for node in clients_of(history, round_index) if node in sketches.newest]
-    return judge_data(sketches, present, _deviations(history, sketches, present) if present else {})
+    if not present:
+        return judge_data(sketches, present, {})
+    compared = _compared(history, sketches, present)
+    cleared = [node for node in present if compared.was_usual(node, sketches.newest[node])]
+    examined = judge_data(sketches, present, compared.deviations, cleared)
+    for node in examined.usual:
+        compared.add_usual(node, sketches.newest[node])
+    return examined
 
 
 def judge_data(
-    sketches: DataSketches, present: Sequence[Node], deviations: Mapping[Node, DataDeviation]
+    sketches: DataSketches,
+    present: Sequence[Node],
+    deviations: Mapping[Node, DataDeviation],
+    cleared: Collection[Node] = (),
 ) -> DataExamination:
-    """Return what the data of these clients show, from their sketches and how far these deviate from the others'."""
+    """Return what the data of these clients show, from their sketches and how far these deviate from the others'; but
+    not those of `cleared` clients, which did not when they were described.
+    """
     changes = {node: change for node in present if (change := sketches.change(node)) is not None}
     suspects, shifted = dict[Node, DataSuspect](), list[Node]()
     for node in present:
-        suspect = _suspect(sketches.newest[node], changes.get(node), deviations.get(node))
+        deviation = None if node in cleared else deviations.get(node)
+        suspect = _suspect(sketches.newest[node], changes.get(node), deviation)
         if suspect is not None and suspect.kind == "inputs":
             shifted.append(node)
         elif suspect is not None:
@@ -115,7 +142,7 @@ def _another_population(
     return frozenset((changed if len(changed) > most else set()) | (labels if near > most else set()))
 
 
-def _deviations(history: History, sketches: DataSketches, present: list[Node]) -> dict[Node, DataDeviation]:
+def _compared(history: History, sketches: DataSketches, present: list[Node]) -> _Compared:
     compared = state_of(history, _Compared)
     others = [node for node in sketches.newest if node not in {*present}] if len(present) < MOST_COMPARED else []
     others.sort(key=lambda node: -sketches.newest[node].round)
@@ -123,7 +150,7 @@ def _deviations(history: History, sketches: DataSketches, present: list[Node]) -
     key = (sketches.version, tuple(nodes))
     if compared.key != key:
         compared.key, compared.deviations = key, compare_data({node: sketches.newest[node] for node in nodes})
-    return compared.deviations
+    return compared
 
 
 def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detector of updates several times as large as anybody else's, of clients whose reports do not explain their size.
+
+It rests on sizes that the server measures, which whatever is done to all updates on their way changes alike. What a
+client reports of its training can explain a large update (large gradients, many steps, a learning rate of its own), and
+leaves it to the rules about these. A client that scales its update and reports what everybody reports contradicts
+itself. In 45 runs of the fault bank's `tune-wide` no healthy client had twice the size of the next in three rounds in a
+row; attackers who scale by 8 and more had 2 to 15 times the largest of the others in most rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from statistics import median
+
+from fedvitals.diagnosis.detectors.changed_clients import located_clients
+from fedvitals.diagnosis.evidence.attendance import rounds_until
+from fedvitals.diagnosis.evidence.exact_relations import exact_relations
+from fedvitals.diagnosis.evidence.fault_kinds import WORDS
+from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding, Suspect
+
+FEWEST = 4  # clients: fewer have no majority to be compared with
+MOST = 0.4  # of the clients: more are a population of their own
+TIMES = 3.0  # the largest of the others', and as often what the client's own report explains
+TIMES_UNREPORTED = 4.0  # the largest of the others', where nothing is reported
+RECENT, ODD = 4, 2  # newest participations of a client, and how many of these must be odd
+LATE = 0.3  # of the run's largest median size: below it, wrong labels alone make large updates
+REPORTED = ("gradient.norm", "steps", "optimizer.learning_rate")  # to whose product an update's size is proportional
+CONFIDENCE = 0.9
+
+
+def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
+    """BYZANTINE: updates several times as large as anybody else's, which nothing that is reported explains.
+
+    In two of the client's last four participations, since an attack may pause. Clients that another rule names are left
+    out.
+    """
+    outstanding = _outstanding(history, round_index)
+    odd_rounds = {node: _odd_rounds(history, round_index, node) for node in outstanding}
+    if not any(len(odd) >= ODD for odd in odd_rounds.values()):
+        return
+    named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
+    trend, norms = LOCATOR.trend_up_to(history, round_index), history.latest("update.norm", round_index)
+    late = median(norms[node] for node in norms if node not in outstanding) < LATE * trend.largest
+    for node, times in outstanding.items():
+        explained = _reported_size(history, round_index, node, outstanding)
+        usual = median(norm for other, norm in norms.items() if other not in outstanding)
+        unexplained = (
+            (times >= TIMES_UNREPORTED and not late) if explained is None else norms[node] > TIMES * explained * usual
+        )
+        if len(odd_rounds[node]) < ODD or not unexplained or node in named or trend.is_explained(node):
+            continue
+        since = odd_rounds[node][0]
+        yield finding(
+            "BYZANTINE",
+            round_index,
+            f"Since round {since}, updates of {node} are {times:.2g} times as large as the largest of the others'"
+            f"{'' if explained is None else ', and nothing that it reports of its training explains that'}.",
+            confidence=CONFIDENCE,
+            since=since,
+            node=node,
+            severity="warning",
+            numbers=[Number("update.norm", norms[node], usual)],
+            suspects=[Suspect(node, CONFIDENCE, WORDS["scaling"])],
+            more={"causes": [["scaling", 0.8], ["gaussian", 0.2]]},
+        )
+
+
+def _odd_rounds(history: History, round_index: int, node: Node) -> list[int]:
+    """Return those of a client's newest participations in which it stands out."""
+    own = [r for r in rounds_until(history, round_index) if node in history.latest("update.norm", r)][-RECENT:]
+    return [r for r in own if node in _outstanding(history, r)]
+
+
+def _reported_size(history: History, round_index: int, node: Node, outstanding: Mapping[Node, float]) -> float | None:
+    """Return how large the client's update should be by its own report, as a multiple of the usual one; None if it, or
+    everybody else, reports nothing of its gradients.
+    """
+    size = 1.0
+    for metric in REPORTED:
+        values = history.latest(metric, round_index)
+        others = [v for other, v in values.items() if other not in outstanding and 0 < v < math.inf]
+        if node in values and others:
+            size *= max(1.0, values[node] / median(others))
+        elif metric == REPORTED[0]:
+            return None
+    return size
+
+
+@shared
+def _outstanding(history: History, round_index: int) -> Mapping[Node, float]:
+    """Return the clients whose updates are far larger than all others', and how many times; fewer times where they
+    claim more samples than any other.
+    """
+    norms = {node: v for node, v in history.latest("update.norm", round_index).items() if 0 < v < math.inf}
+    claims = history.latest("update.samples", round_index)
+    ranked = sorted(norms, key=lambda node: -norms[node])
+    for count in range(1, int(MOST * len(ranked)) + 1 if len(ranked) >= FEWEST else 0):
+        largest, others = ranked[:count], ranked[count:]
+        most = max(claims.get(node, 0.0) for node in others)
+        times = {
+            node: norms[node] / norms[others[0]] / max(1.0, claims.get(node, 0.0) / most if most > 0 else 1.0)
+            for node in largest
+        }
+        if min(times.values()) >= TIMES:
+            return times
+    return {}
+
+
+DETECTORS: tuple[Detector, ...] = (oversized_updates,)
