@@ -304,7 +304,7 @@ class Clients:
                 try:
                     number = float(value.detach() if hasattr(value, "detach") else value)
                 except (TypeError, ValueError, RuntimeError):
-                    wrong[name] = type(value).__name__
+                    wrong[name] = repr(value)[:80]
                     continue
                 self._emission.record.metric(scope, public_name(name), number)
                 self._loop_tape.logged(scope.node, name, number)
@@ -313,7 +313,7 @@ class Clients:
                 elif self._stacks.open is not None and scope.node is not None:
                     self._stacks.open.logged.add((scope.node, name))
             if wrong:
-                listed = ", ".join(f"'{name}' ({kind})" for name, kind in wrong.items())
+                listed = ", ".join(f"{name}={received}" for name, received in wrong.items())
                 raise ConfigError(f"log() takes numbers, such as log(accuracy=0.9). These are none: {listed}.")
 
         self._guard("log()", emit)
