@@ -191,7 +191,7 @@ def test_query_reads_and_never_writes(store, capsys):
     """SQL on the views; a statement that would change something is refused and changes nothing."""
     answer = result(capsys, "query", "SELECT COUNT(*) AS n FROM metrics WHERE name = 'update.norm'", "--store", store)
     assert answer["rows"] == [{"n": 20}]
-    for statement in ("DELETE FROM metric", "DROP TABLE run", "CREATE TABLE x (y)", "nonsense"):
+    for statement in ("DELETE FROM metric", "DROP TABLE run", "CREATE TABLE x (y)", "nonsense", "", "/* nothing */"):
         code, _, err = run(capsys, "query", statement, "--store", store)
         assert code == 2, statement
         assert err.startswith("fedvitals: ")
@@ -203,6 +203,16 @@ def test_query_limits_its_answer(store, capsys):
     code, _, err = run(capsys, "query", "SELECT * FROM metrics", "--limit", "3", "--store", store)
     assert code == 0
     assert "Only the first 3 rows" in err
+    for limit in ("0", "-1"):
+        code, _, err = run(capsys, "query", "SELECT * FROM metrics", "--limit", limit, "--store", store)
+        assert code == 2
+        assert f"{limit} is not in the range x>=1" in err
+
+
+def test_the_choices_of_an_option_are_listed_as_click_does(store, capsys):
+    code, _, err = run(capsys, "export", "--store", store)
+    assert code == 2
+    assert "\n\tperfetto,\n" in err
 
 
 def test_query_unpacks_layer_statistics(store, capsys):

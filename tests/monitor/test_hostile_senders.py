@@ -390,10 +390,11 @@ def test_impossible_counts_are_left_out_and_no_detector_fails():
     lies = [Metric(HERE, 1.0, name, values[i % 4]) for i, name in enumerate(names * 4)]
     lies += [Event(HERE, 1.0, "error", "client.failed", "out of memory", {"exception": "OutOfMemoryError"})]
     lies += [Metric(HERE, 1.0, "gradient.nonfinite", 5.0), Metric(HERE, 1.0, "weight.nonfinite", 5.0)]
-    lies += [Metric(HERE, 1.0, "steps", 1e17)]
+    lies += [Metric(HERE, 1.0, "steps", 1e17), Metric(HERE, 1.0, "adapter.scale", 1e300)]
     found = run(lambda _: lies, privacy=3, ill=("bob",))
     assert found.nan_updates() == ILL
     assert holds_for_each(math.isfinite(m.value) for m in found.sink.metrics("steps"))
+    assert not found.sink.metrics("adapter.scale")
 
 
 def test_one_client_whose_errors_all_differ_silences_nobody_elses():

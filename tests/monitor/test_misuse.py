@@ -76,3 +76,20 @@ def test_a_model_of_arrays_is_answered_with_what_to_do_instead():
     (event,) = sink.events("monitor.error")
     assert "monitor.updates(round, {name: update})" in event.message
     assert sink.metrics("time.client", node="c0")
+
+
+def test_what_is_no_number_is_named_and_the_other_metrics_of_the_call_are_kept():
+    monitor, sink = watched(strict=False)
+    with monitor, monitor.round(0):
+        monitor.log(accuracy=None, loss=0.5, f1=[1.0])
+    (event,) = sink.events("monitor.error")
+    assert "These are none: accuracy=None, f1=[1.0]." in event.message
+    assert sink.value("loss") == 0.5
+
+
+def test_updates_that_are_of_no_client_are_answered_with_the_form_that_is_taken():
+    monitor, sink = watched(strict=False)
+    with monitor, monitor.round(0):
+        monitor.updates(0, None)
+    (event,) = sink.events("monitor.error")
+    assert "updates by client, such as {'c1': update, 'c2': update}; got NoneType" in event.message

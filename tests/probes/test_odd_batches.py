@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from support.models import make_data, watched
 
@@ -148,3 +148,25 @@ def test_what_cannot_be_applied_is_said_once_and_harms_nothing(data, loss, caplo
     events = sink.events("probe.abstains")
     assert len([e for e in events if e.data["doing"] == "fit"]) == 1
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("probes", ["standard", "deep"])
+@pytest.mark.parametrize("data", [(X[:0], Y[:0]), TensorDataset(X[:0], Y[:0]), []])
+def test_of_a_client_without_samples_nothing_is_measured_and_nothing_fails(data, probes):
+    """As a split by labels may leave one."""
+    monitor, sink = watched(machine=False, probes=probes)
+    model = Net()
+    with monitor:
+        for number in range(2):
+            with monitor.round(number, model), monitor.client("c0", model, data=data, loss=functional.cross_entropy):
+                pass
+    assert not sink.events("monitor.error")
+    assert not sink.metrics("fit.loss_before")
+
+
+def test_inputs_and_labels_of_different_lengths_are_named_with_both():
+    monitor, sink = watched(machine=False, strict=False)
+    wrong = {"data": (X, Y[:3]), "loss": functional.cross_entropy}
+    with monitor, monitor.round(0, model := Net()), monitor.client("c0", model, **wrong):
+        pass
+    assert f"got {len(X)} inputs and 3 labels" in sink.events("monitor.error")[0].message

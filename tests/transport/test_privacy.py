@@ -262,7 +262,7 @@ def check_what_always_passes(sink):
     """Liveness and error class of clients; whatever the server says of itself."""
     failed = {e.name: e.data["exception"] for e in sink.events() if e.name.endswith(".failed")}
     assert failed == {"client.failed": "RuntimeError", "round.failed": "ValueError"}
-    assert {e.data["exception"] for e in sink.events("monitor.error")} == {"RuntimeError", "ValueError"}
+    assert {e.data["exception"] for e in sink.events("monitor.error")} == {"RuntimeError", "ConfigError"}
     assert holds_for_each(
         "the probe 'partial'" in e.data["doing"] or "log()" in e.data["doing"] for e in sink.events("monitor.error")
     )

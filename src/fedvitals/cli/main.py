@@ -150,7 +150,7 @@ def app() -> None:
 
 def _harmless(text: str) -> str:
     """An error for a terminal: names in it come from stores, and no control character of theirs moves the cursor."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _damage_behind(arguments: list[str]) -> str | None:

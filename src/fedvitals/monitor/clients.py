@@ -299,14 +299,22 @@ class Clients:
         def emit() -> None:
             scope = self.at(node)
             client = self._open.get(scope.node or "")
+            wrong = {}
             for name, value in values.items():
-                number = value.detach() if hasattr(value, "detach") else value
-                self._emission.record.metric(scope, public_name(name), float(number))
-                self._loop_tape.logged(scope.node, name, float(number))
+                try:
+                    number = float(value.detach() if hasattr(value, "detach") else value)
+                except (TypeError, ValueError, RuntimeError):
+                    wrong[name] = repr(value)[:80]
+                    continue
+                self._emission.record.metric(scope, public_name(name), number)
+                self._loop_tape.logged(scope.node, name, number)
                 if client is not None:
                     client.logged.add(name)
                 elif self._stacks.open is not None and scope.node is not None:
                     self._stacks.open.logged.add((scope.node, name))
+            if wrong:
+                listed = ", ".join(f"{name}={received}" for name, received in wrong.items())
+                raise ConfigError(f"log() takes numbers, such as log(accuracy=0.9). These are none: {listed}.")
 
         self._guard("log()", emit)
 

@@ -18,7 +18,7 @@ from fedvitals.monitor.progress import TRAIN, Awaited
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Results
-from fedvitals.probes.update_forms import as_layers, tables_of_update
+from fedvitals.probes.update_forms import as_layers, by_client, tables_of_update
 from fedvitals.protocols import Node, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, as_round_index, node_name, printable
 from fedvitals.resources.clocks import why_impossible
@@ -198,7 +198,7 @@ class HostObserver:
             return layers
 
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
-        by_node = self._guard("updates()", lambda: dict(updates)) or {}
+        by_node = self._guard("updates()", lambda: by_client(updates)) or {}
         layers = {node: attempt("updates()", functools.partial(read, update), node) for node, update in by_node.items()}
         return self.updates(round_index, {node: own for node, own in layers.items() if own is not None})
 

@@ -95,9 +95,10 @@ def activations(view: View) -> Mapping[str, Any]:
     Args:
         view: The client's model at this moment, and its data.
     """
-    if view.data is None:
+    total = 0 if view.data is None else samples.size(view.data)
+    if not total:
         return {}
-    x, _ = samples.read(view.data, samples.spread_indices(samples.size(view.data), 64, 0))
+    x, _ = samples.read(view.data, samples.spread_indices(total, 64, 0))
     remove_hooks = prepare(view, lambda measure: measure())
     try:
         with evaluation_without_gradients(view.model):

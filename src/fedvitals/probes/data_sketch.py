@@ -244,11 +244,13 @@ class DataWatch:
         known = self._known.setdefault(node, _KnownData())
         arrays = tensors_of(data)
         if arrays is not None:
-            return self._look_at_tensors(known, arrays)
+            return self._look_at_tensors(known, arrays) if samples.size(arrays) else None
         if known.left > 0:
             known.left -= 1
             return None
         total = samples.size(data)
+        if not total:
+            return None
         few = samples.read(data, samples.spread_indices(total, CHECKED, 0))
         is_new, unchanged = known.checksum is None, self._is_unchanged(known, _checksum_of(few))
         known.wait = CHECK_ROUNDS if unchanged or is_new else min(2 * known.wait, LONGEST_WAIT)

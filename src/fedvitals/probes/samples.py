@@ -37,6 +37,10 @@ def size(data: Any) -> int:
         case DataLoader():
             return size(data.dataset)
         case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
+            if len(data[0]) != len(data[1]):
+                raise ConfigError(
+                    f"data= takes as many labels as inputs; got {len(data[0]):,} inputs and {len(data[1]):,} labels."
+                )
             return len(data[0])
         case list() | tuple():
             return sum(_length(batch) for batch in data)

@@ -153,6 +153,8 @@ def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
     """Return the samples to measure on, and whether they are from the last training batch; None if there are none."""
     if view.data is not None:
         total = samples.size(view.data)
+        if not total:
+            return None
         wanted = total if images == "all" else min(int(images), total)
         x, _ = samples.read(view.data, samples.spread_indices(total, wanted, (view.round or 0) * wanted))
         if not isinstance(x, Tensor):

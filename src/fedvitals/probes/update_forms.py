@@ -18,6 +18,16 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Layer, LayerTable
 
 
+def by_client(updates: Any) -> dict[Any, Any]:
+    """Return updates by client as a dictionary; ConfigError for anything that is none."""
+    try:
+        return dict(updates)
+    except (TypeError, ValueError) as error:
+        kind = type(updates).__name__
+        wanted = "{'c1': update, 'c2': update}"
+        raise ConfigError(f"updates() takes updates by client, such as {wanted}; got {kind}.") from error
+
+
 def as_layers(update: Any, tables: Sequence[LayerTable]) -> Sequence[Any]:
     """Return an update as one array for each layer: tensors where torch is loaded, else NumPy arrays.
 

@@ -33,6 +33,7 @@ COUNTING = frozenset((  # units of what is counted or timed, and is never NaN or
     "tokens/s", "percent",
 ))  # fmt: skip
 LARGEST_COUNT = 2.0**60
+LARGEST_SCALE = 1e6  # α/r of an adapter: by a much larger one of one client, no adapter of the run could be measured
 LONGEST_SECONDS = 366.0 * 86_400  # of anything that a client times
 
 # What probes measure once in a training. Memory and machines are sampled, and the rest users may log.
@@ -160,6 +161,8 @@ def described_records(
 
 def is_possible(record: Record) -> bool:
     """Whether a metric can be so: a number of bytes or samples is finite and fits into 64 bits, a time is no year."""
+    if isinstance(record, Metric) and record.name == "adapter.scale":
+        return abs(record.value) <= LARGEST_SCALE
     measure = CATALOG.get(record.name) if isinstance(record, Metric) else None
     if not isinstance(record, Metric) or measure is None or measure.unit not in COUNTING:
         return True

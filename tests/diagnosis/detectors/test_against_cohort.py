@@ -12,8 +12,11 @@ from torch import nn
 import fedvitals as fv
 
 
-def federate(factor, rounds=10):
-    """Six clients that train alike; what c2 trained is multiplied from round 5 on, inside of its scope."""
+def federate(factor, rounds=10, rate=0.1, steps=5):
+    """Six clients that train alike; what c2 trained is multiplied from round 5 on, inside of its scope.
+
+    `rate`, `steps`: with which c2 trains from round 5 on.
+    """
     torch.manual_seed(0)
     x = torch.randn(240, 12)
     y = (x @ torch.randn(12, 4)).argmax(1)
@@ -24,13 +27,14 @@ def federate(factor, rounds=10):
             with monitor.round(number, model):
                 for index in range(6):
                     local = copy.deepcopy(model)
-                    optimizer = torch.optim.SGD(local.parameters(), 0.1)
+                    is_odd = index == 2 and number >= 5
+                    optimizer = torch.optim.SGD(local.parameters(), rate if is_odd else 0.1)
                     with monitor.client(f"c{index}", local, optimizer):
-                        for _ in range(5):
+                        for _ in range(steps if is_odd else 5):
                             optimizer.zero_grad()
                             nn.functional.cross_entropy(local(x[index::6]), y[index::6]).backward()
                             optimizer.step()
-                        if index == 2 and number >= 5:
+                        if is_odd:
                             multiply(local, model, factor)
                     locals_.append(local)
                 with torch.no_grad():
@@ -55,3 +59,12 @@ def test_what_a_client_does_inside_of_its_scope_is_found(factor, words):
 
 def test_nobody_is_named_where_all_train_alike():
     assert list(federate(1.0)) == []
+
+
+def test_a_growth_that_training_does_not_explain_is_no_learning_rate():
+    assert {finding.issue for finding in federate(10.0)} == {"BYZANTINE"}
+
+
+@pytest.mark.parametrize("odd", [{"rate": 1.0}, {"steps": 60}])
+def test_a_growth_that_training_explains_is_no_manipulation(odd):
+    assert "BYZANTINE" not in {finding.issue for finding in federate(1.0, **odd)}

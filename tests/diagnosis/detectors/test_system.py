@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines, links and clocks: each fault is named on its client, and what happens to healthy clients is not."""
 
+import numpy as np
 import pytest
 
 from fedvitals import lab
@@ -110,6 +111,18 @@ def test_many_slow_devices_are_a_kind_of_device():
         for i in range(10)
     ]
     assert findings_by(invented(*told), DETECTORS) == []
+
+
+@pytest.mark.parametrize("slow", [None, "c4"])
+def test_on_a_busy_machine_only_who_stays_slow_is_a_straggler(slow):
+    """In a fifth of its rounds each client waits for a processor, at times three rounds in a row."""
+    stream = np.random.default_rng(3)
+    told = [
+        Metric(Where("r", number, f"c{i}"), 1.0, "time.client", 0.4 * wait * (8 if f"c{i}" == slow else 1))
+        for number in range(20)
+        for i, wait in enumerate(np.where(stream.random(10) < 0.2, 9.0, 1.0) * np.exp(0.1 * stream.random(10)))
+    ]
+    assert {node for _, node in first_rounds(findings_by(invented(*told), DETECTORS))} == ({slow} - {None})
 
 
 def test_a_chance_is_the_tail_of_a_binomial():

@@ -56,7 +56,8 @@ def file_name(name: str, ids: list[str]) -> str:
 def _written(ids: list[str], kind: str, name: str, target: str | Path) -> Response:
     with tempfile.TemporaryDirectory(prefix="fedvitals-report-") as folder:
         file = Path(folder) / f"report.{kind}"
-        command = [sys.executable, "-m", "fedvitals.cli", "report", "-o", str(file), "--", *ids]
+        # -P: modules come from the installation alone, never from the folder in which a stranger's store may lie.
+        command = [sys.executable, "-P", "-m", "fedvitals.cli", "report", "-o", str(file), "--", *ids]
         # Not an argument: an address may contain a password, and all users of a machine see arguments.
         store = target if isinstance(target, str) else str(Path(target).resolve())
         environment = {**os.environ, "FEDVITALS_STORE": store}

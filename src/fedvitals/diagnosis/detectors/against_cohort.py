@@ -78,21 +78,22 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
     for node, oddity in odd.items():
         if node in named or trend.is_explained(node) or (oddity.is_reversed and node in losses):
             continue
-        issue, kind = oddity.trained_as if node in trained else ("BYZANTINE", oddity.kind)
+        by_training = node in trained and (oddity.is_reversed or _may_be_training(history, node, oddity, round_index))
+        issue, kind = oddity.trained_as if by_training else ("BYZANTINE", oddity.kind)
         same_labels = data.labels_unchanged_since(node, oddity.since) or predicts_texts(history, round_index)
         if issue == "LABEL_NOISE" and same_labels:
             continue  # it trains as it did, on other data than the others
         yield finding(
             issue,
             round_index,
-            f"The update of {node} {oddity.text}.{' It trained it so.' if node in trained else ''}",
+            f"The update of {node} {oddity.text}.{_how(by_training=by_training, is_own=node in trained)}",
             confidence=0.9,
             since=oddity.since,
             node=node,
             severity="warning",
             numbers=[oddity.number],
             suspects=[Suspect(node, 0.9, WORDS[kind])],
-            more={"causes": [[kind, 0.7], [oddity.kind if node in trained else "gaussian", 0.3]]},
+            more={"causes": [[kind, 0.7], [oddity.kind if by_training else "gaussian", 0.3]]},
         )
 
 
@@ -106,6 +107,31 @@ class _Oddity:
     kind: str
     trained_as: tuple[str, str]  # issue, kind
     is_reversed: bool
+
+
+def _may_be_training(history: History, node: Node, oddity: _Oddity, round_index: int) -> bool:
+    """Return whether learning rate, momentum, steps or gradients may explain how much a client's update grew: they
+    explain at least half of it, or are not known.
+    """
+    explained = 1.0
+    for name in ("optimizer.learning_rate", "optimizer.momentum", "steps", "gradient.norm"):
+        rounds, values = history.series(name, node)
+        own = [(r, v) for r, v in zip(rounds, values, strict=True) if r <= round_index and math.isfinite(v)]
+        before, now = ([v for r, v in own if (r < oddity.since) == is_past] for is_past in (True, False))
+        if name == "optimizer.momentum":  # m adds up to 1 / (1 - m) steps; not every optimiser has one
+            before, now = ([1 / max(1 - v, 1e-3) for v in part] or [1.0] for part in (before, now))
+        if not before or not now or min(before) <= 0:
+            return True
+        explained *= max(1.0, max(now) / median(before))
+    growth = oddity.number.value / (oddity.number.usual or math.inf)
+    return 2 * explained >= growth
+
+
+def _how(*, by_training: bool, is_own: bool) -> str:
+    if not is_own:
+        return ""
+    changed = " Its learning rate, steps and gradients do not explain that: it was changed after they were made."
+    return " It trained it so." if by_training else changed
 
 
 def _reversed(now: _Place, since: int) -> _Oddity:

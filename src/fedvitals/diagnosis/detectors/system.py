@@ -12,6 +12,7 @@ class of the error; the text stands in the event, where the privacy level allows
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import re
 from collections import Counter
@@ -46,6 +47,7 @@ KIND_OF_DEVICE = 0.25  # share of the cohort
 HANGING_SECONDS = 600.0
 HANGING = 100.0  # times its peers: nothing computes so slowly
 REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
+BY_CHANCE = 0.05  # such stretches of slow rounds expected in the run, where now one client and now another is slow
 TIMES = (  # by which clients are compared, and how many seconds more than its peers make a client slow
     ("time.compute_virtual", 0.0),
     ("time.client_virtual", 0.0),
@@ -204,7 +206,7 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
         past = _median([scores[number][node][0] for number in before]) if before else off
         changed = len(before) >= SLOW_ROUNDS and off - past > np.log(SLOWER)
         slower = changed or (off > np.log(SLOW) and score > SLOW_SCORE)
-        if not steady or not slower or seconds[node] - peers < least:
+        if not steady or not slower or seconds[node] - peers < least or (least and _is_chance(scores, numbers, node)):
             continue
         work = "same evaluation" if name == "time.client_evaluate" else "same work"
         text = f"{node} takes {np.exp(off):.3g} times as long as its peers for the {work}."
@@ -219,6 +221,23 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
     # Many that are slow from the first are another kind of device, as healthy as the rest.
     many = slow > max(1, KIND_OF_DEVICE * len(scores[round_index]))
     yield from (slow_client for slow_client in findings if slow_client.evidence["changed"] or not many)
+
+
+def _is_chance(scores: Mapping[int, Mapping[Node, tuple[float, float]]], numbers: Sequence[int], node: Node) -> bool:
+    """Return whether a stretch of slow rounds as long as the node's may be chance, by how often other clients become
+    slow: on a busy machine now one client waits for a processor, and now another.
+    """
+    limit = math.log(SLOW) / 2
+    began, rested, length = 0, 0, 0
+    for client in {client for by_node in scores.values() for client in by_node}:
+        slow = [scores[number][client][0] > limit for number in numbers if client in scores[number]]
+        if client == node:
+            length = next((i for i, is_slow in enumerate(reversed(slow)) if not is_slow), len(slow))
+            continue
+        began += sum(now and not before for before, now in itertools.pairwise([False, *slow]))
+        rested += slow.count(False)
+    rate = began / max(1, began + rested)
+    return began * rate ** (length - 1) > BY_CHANCE
 
 
 def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, dict[Node, tuple[float, float]]]:

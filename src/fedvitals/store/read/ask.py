@@ -76,9 +76,11 @@ def _ask_sqlite(database: Database, sql: str, limit: int | None, seconds: float 
     with _interruptible(database.connection), _timed(database.connection, seconds):
         cursor = database.connection.execute(sql)
         rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
-        columns = tuple(column[0] for column in cursor.description or ())
+        described = cursor.description
         cursor.close()  # a statement left open would hold the store's log back from being folded in
-    return columns, rows
+    if described is None:  # nothing but spaces and comments
+        raise _refusal(sql)
+    return tuple(column[0] for column in described), rows
 
 
 @contextlib.contextmanager
