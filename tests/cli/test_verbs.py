@@ -159,7 +159,7 @@ def test_runs_keep_their_columns_in_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = run(capsys, "runs", "--store", path)
     head, *lines = out.splitlines()[:4]
-    assert head.split() == ["run", "id", "rounds", "clients", "accuracy", "loss", "alerts", "time"]
+    assert head.split() == ["run", "id", "rounds", "clients", "accuracy", "loss", "findings", "time"]
     assert max(map(len, out.splitlines()[:4])) <= 80
     assert [line.split()[0] for line in lines] == ["…lr1.0", "…lr0.1", "…lr0.01"]
     for line, identity in zip(lines, ids, strict=True):

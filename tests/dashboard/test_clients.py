@@ -259,7 +259,7 @@ def test_times_by_part_and_the_median_client(client):
     assert found["rounds"] == list(range(ROUNDS))
     assert parts["forward"]["values"][0] == pytest.approx(0.4)
     assert parts["wait"]["waiting"] is True
-    assert found["own"][0] == pytest.approx(1.0)
+    assert found["own"][0] == pytest.approx(1.3)
     assert found["median"][0] == pytest.approx(1.3)
 
 

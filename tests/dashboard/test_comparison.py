@@ -66,7 +66,7 @@ def test_says_what_changed_in_words(client):
     found = compare(client, "one", "two")
     assert found["words"][0].startswith("B (faster) against A (plain): accuracy 20 points lower (chance not ruled out")
     assert found["words"][0].endswith("1 finding more.")
-    assert any(word.startswith("Settings that differ:") and "local.lr 0.1 → 0.2" in word for word in found["words"])
+    assert any(word.startswith("Settings that differ:") and "local.lr 0.1 → 0.2" in word for word in found["costs"])
     assert found["chance"].startswith("One run each: nothing here tells a difference from chance.")
     assert "--repeats" not in found["chance"]  # which is the command line's word
 
@@ -125,8 +125,13 @@ def test_settings_that_differ_come_first_and_the_others_are_there_too(client):
     settings = compare(client, "one", "two")["settings"]
     assert [one["differs"] for one in settings] == sorted((one["differs"] for one in settings), reverse=True)
     by_name = {one["name"]: one for one in settings}
-    assert by_name["local.lr"] == {"name": "local.lr", "values": ["0.1", "0.2"], "differs": True}
-    assert by_name["host"] == {"name": "host", "values": ["lab", "lab"], "differs": False}
+    assert by_name["local.lr"] == {
+        "name": "local.lr",
+        "values": ["0.1", "0.2"],
+        "differs": True,
+        "defaults": [False, False],
+    }
+    assert by_name["host"] == {"name": "host", "values": ["lab", "lab"], "differs": False, "defaults": [False, False]}
 
 
 def test_findings_side_by_side(client):

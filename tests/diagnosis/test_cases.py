@@ -31,7 +31,7 @@ def test_contradictory_names_of_one_client_are_one_case_with_probabilities():
     (case,) = cases(told)
     assert (case.issue, case.since, case.rounds) == ("LABEL_NOISE", 5, (5, 6, 7, 8))  # it has corrected itself
     assert case.alternatives == (("INPUT_NOISE", pytest.approx(0.2)), ("BYZANTINE", pytest.approx(0.1)))
-    assert "or INPUT_NOISE 20%, BYZANTINE 10%" in str(case)
+    assert "or INPUT_NOISE 20 %, BYZANTINE 10 %" in str(case)
     assert len(case.keys) == 2
 
 

@@ -105,7 +105,7 @@ def test_running_out_names_the_largest_share_and_what_would_fit(kind, message):
     found = ran_out(failed(kind, message), 500.0 * MB)
     assert (found.issue, found.severity) == ("OUT_OF_MEMORY", "warning")
     assert found.message.startswith(f"c1 failed with {kind}.")
-    assert "Activations took most: 640 MB, 80% of a step's tensors (batch of 64)." in found.message
+    assert "Activations took most: 640 MB, 80 % of a step's tensors (batch of 64)." in found.message
     assert "a batch of 29 in place of 64" in found.message
     assert "16 bits" in found.message
     assert "pruned" in found.message

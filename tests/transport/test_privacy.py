@@ -59,7 +59,7 @@ CLAIM = {
         "adapter.product_error", "adapter.product_error_by_rank", "adapter.rank", "adapter.scale",
         "adapter.stable_rank", "adapter.unmoved", "held_back.loss", "model.flops_utilisation", "perplexity.after",
         "perplexity.before", "throughput.tokens", "tokens", "tokens.full", "tokens.length", "tokens.padding",
-        "update.adapter_change", "update.adapter_rank",
+        "update.adapter_change", "update.adapter_rank", "update.inputs_alike", "update.inputs_apart",
         "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
         "local.absolute_error", "attack.success",
         "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",

@@ -146,13 +146,14 @@ class Experiment(Part, frozen=True, kw_only=True):
                 transformation.check(self)
 
     def _check_aggregator(self) -> None:
-        """Check that the aggregator fits, and that enough updates come together for it: from clients, edges or a
-        buffer.
+        """Check that the aggregator fits, and that enough updates come together for it: from clients, edges, a
+        buffer or the members of a star.
         """
         if hasattr(self.aggregator, "check"):
             self.aggregator.check(self)
         asked = max(1, round(self.fewest_members * self.participation))
-        count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
+        gathered = getattr(self.topology, "updates_together", None)
+        count = gathered(asked) if gathered else asked
         least = getattr(self.aggregator, "min_updates", 1)
         if count < least:
             kind = kind_of(type(self.aggregator).__name__)

@@ -68,6 +68,10 @@ class Asynchronous(Description, frozen=True):
         at_once = self.concurrency or 1
         require(at_once <= clients, "concurrency of asynchronous", at_once, allowed)
 
+    def updates_together(self, clients: int) -> int:  # noqa: ARG002
+        """Return how many updates are aggregated at once: as many as the buffer takes."""
+        return self.buffer
+
     def round(self, federation: Federation) -> Tensor:
         server, number = federation.server, federation.round
         server.memory[version_key(number)] = server.model

@@ -45,6 +45,10 @@ class Hierarchical(Description, frozen=True):
         """Return the members of each edge, from each client's numbers of samples per class."""
         return assign_to_edges(labels, self.edges)
 
+    def updates_together(self, clients: int) -> int:  # noqa: ARG002
+        """Return how many updates the server aggregates at once: those of the edges."""
+        return self.edges
+
     def round(self, federation: Federation) -> Tensor:
         edges = federation.site.groups
         present = federation.present_members(edges)

@@ -44,6 +44,10 @@ class RingStars(Description, frozen=True):
         edges = assign_to_edges(labels, self.stars)
         return {f"star-{place}": members for place, members in enumerate(edges.values())}
 
+    def updates_together(self, clients: int) -> int:
+        """Return how many updates the smallest star's hub aggregates at once."""
+        return max(1, clients // self.stars)
+
     def round(self, federation: Federation) -> Tensor:
         stars = federation.site.groups
         present = {star: members for star, members in federation.present_members(stars).items() if members}
@@ -68,6 +72,10 @@ class Ring(Description, frozen=True):
     def fixed_groups(self, experiment: Experiment, labels: Mapping[Node, Tensor]) -> dict[str, tuple[Node, ...]]:
         """Return the clients in the order of the ring: from each one to the most similar that is left."""
         return build_rings(labels, 1, streams.stream(experiment.seed, "rings"))
+
+    def updates_together(self, clients: int) -> int:  # noqa: ARG002
+        """Return 1: a client's own model is passed on."""
+        return 1
 
     def round(self, federation: Federation) -> Tensor:
         federation.groups(federation.site.groups)
