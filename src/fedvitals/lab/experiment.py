@@ -51,11 +51,11 @@ TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, RingStars, Ring, Asyn
 
 
 class Evaluation(Part, frozen=True):
-    """When the global model is evaluated on the test set and on the clients' own.
+    """How often the global model is evaluated on the test set, and whether on the clients' own tests as well.
 
     Args:
         every: The interval in rounds; the last round is always evaluated.
-        local: Whether also on the clients' local tests: of all, or («cohort») of those that trained.
+        local: Whether to evaluate on the clients' local tests: of all of them, or («cohort») of those that trained.
     """
 
     every: int = 1

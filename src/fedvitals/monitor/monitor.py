@@ -66,10 +66,9 @@ class Monitor:
         machine: Whether to sample CPU, memory and GPU, if psutil is installed.
         capture: Which steps to record with torch's profiler: a `fv.Capture`.
         tape: A `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
-        update_memory: Bytes that may be held for exact cosines between updates.
-        strict: Whether to raise what is otherwise counted: for tests.
-        id: The id of a run that the store may have already, which is then continued; visible characters without /
-            and \\.
+        update_memory: Bytes of memory for a round's updates, which exact cosines between them need.
+        strict: Whether to raise errors that are otherwise only counted and logged; meant for tests.
+        id: The run's id, of visible characters without / and \\; a run with this id in the store is continued.
     """
 
     def __init__(
