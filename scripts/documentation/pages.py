@@ -23,7 +23,7 @@ Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deploy
 - A client's words (log lines, messages of exceptions, attributes of `timed`) need level 3. Below, an error leaves with its class, a warning with its logger's name, and nothing else. `Monitor(tracebacks=)` is off by default in a deployment, at any level.
 - What you log inside a client needs level 2; what you log outside any client is the server's own. On a thread without a scope, while clients train in the same process, it counts as a client's.
 - `update.*`, the families `update` and sketches need their level to leave a client. A server computes them itself from the updates that it holds: that is not telemetry, and passes at every level.
-- Run, layer names and shapes, names of nodes, loggers and `timed` blocks are told at every level: do not put secrets there.
+- Run, layer names and shapes, names of nodes, loggers and `timed` blocks leave a client at every level: do not put secrets there.
 """  # noqa: E501 - a paragraph of Markdown is one line
 
 

@@ -27,8 +27,8 @@ _INPUTS = "a classifier: one row of outputs per sample"
 _JOURNEY = "`monitor.exchange`, or the lab with a network"
 _FLOWER = "Flower, with `fv.flower.client_mod`"
 _PARTS = "`monitor.part`, or the lab"
-_SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: told when they change", "rare": True}
-_BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; told when the next round has begun"}
+_SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: recorded when they change", "rare": True}
+_BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; recorded when the next round has begun"}
 _MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py; each second", "rare": True}
 
 _NOT_JUDGED: dict[str, Any] = {"level": 0, "rare": True}

@@ -29,7 +29,7 @@ EARLIER_SCALES = "scale.earlier"  # an event: the gradient scale of earlier runs
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where in a federation a record belongs. None stands for all: without a node, the federation as a whole.
+    """Where in a federation a record belongs. None stands for all: without a node, it is the whole federation.
 
     Args:
         run: The run's id.

@@ -134,7 +134,7 @@ TRAINING_MEASURES: tuple[Measure, ...] = (
 
 
 def _data_measures() -> tuple[Measure, ...]:
-    needs = "`data` that can be read by index; told when the data change"
+    needs = "`data` that can be read by index; recorded when the data change"
     numbers = f"{needs}; inputs that are numbers"
     spread = "√ mean of (x − mean)² over all finite inputs"
     return (
@@ -150,7 +150,7 @@ def _data_measures() -> tuple[Measure, ...]:
 
 
 DATA_MEASURES = _data_measures()
-"""Of a client's own samples, told when they are new or have changed (`probes.data_sketch`)."""
+"""Of a client's own samples, recorded when they are new or have changed (`probes.data_sketch`)."""
 
 _PAIRS = "low-rank adapters in the global model of `monitor.round`, and the clients' updates"
 _RANKS = f"{_PAIRS}; ranks that differ"

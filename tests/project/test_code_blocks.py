@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block of code on every page runs, or says why it does not; every command that a page shows exists."""
 
+import ast
 import contextlib
+import inspect
+import operator
+import os
 import re
 import shlex
 import sqlite3
+import subprocess
+import sys
+import urllib.request
 
 import click
 import pytest
 
 import fedvitals as fv
-from documentation.code_blocks import COMMANDS, LANGUAGES, OUTPUT, Player, blocks_of
+from documentation.code_blocks import COMMANDS, LANGUAGES, OUTPUT, PYTHON, Player, blocks_of
 from documentation.links import markdown_files
 from fedvitals.cli.main import app as cli
 from support.page_setups import SETUPS
@@ -51,8 +58,8 @@ def test_reasons_for_not_running_are_given_and_tests_that_run_blocks_read_the_pa
         where = f"{path_of(block)}:{block.line}"
         if block.mark == "not run":
             assert len(block.reason.split()) >= 3, where
-        for named in re.findall(r"(?:studies/)?tests/[\w/.]+\.py", block.reason):
-            assert (ROOT / named).exists(), f"{where}: {named}"
+        for named in re.findall(r"(?:studies/)?tests/[\w/.]+", block.reason):
+            assert (ROOT / named.rstrip(".")).exists(), f"{where}: {named}"
         if block.mark == "tested by":
             test = (ROOT / block.reason).read_text(encoding="utf-8")
             names = {block.page.name, block.page.parent.name, "pipe_federation.py"}
@@ -109,6 +116,63 @@ def test_blocks_of_a_page_run(path, tmp_path, monkeypatch):
         player.names.get("cleanup", contextlib.ExitStack()).close()
     for line, code in player.codes.items():
         assert code in ((0, 1) if line.startswith("fedvitals findings") else (0,)), f"{line}\n{player.printed[line]}"
+
+
+def serving_lines():
+    """The commands `fedvitals ui` of the pages of which this file is the test."""
+    lines = [
+        line
+        for block in BLOCKS
+        if block.mark == "tested by" and block.reason.endswith("test_code_blocks.py") and block.language in COMMANDS
+        for line in block.commands
+    ]
+    return [line for line in lines if "postgresql://" not in line]  # tests/dashboard start a PostgreSQL server
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("line", serving_lines())
+def test_commands_that_serve_show_their_first_page(line, tmp_path):
+    """Of docs/start.md and docs/dashboard.md."""
+    with fv.Monitor(tmp_path / "runs.db", run="RUN") as monitor, monitor.round(0):
+        monitor.log(accuracy=0.5)
+    verb, *arguments = shlex.split(line, comments=True)
+    assert verb == "fedvitals"
+    command = [sys.executable, "-m", "fedvitals.cli", *arguments, "--no-open", "--port", "0"]
+    environment = {name: text for name, text in os.environ.items() if name != "FEDVITALS_STORE"}
+    environment["PYTHONUNBUFFERED"] = "1"
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = re.search(r"http://\S+", server.stdout.readline())[0]
+            with urllib.request.urlopen(address) as page:
+                assert b"<html" in page.read()
+        finally:
+            server.terminate()
+
+
+def test_blocks_of_python_that_are_not_run_name_what_there_is():
+    """They compile, and every `fv.name` and `lab.name` in them is public."""
+    blocks = [block for block in BLOCKS if block.mark == "not run" and block.language in PYTHON]
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block.code)):
+            chain = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if re.fullmatch(r"(fv|lab)(\.\w+)+", chain):
+                operator.attrgetter(chain.partition(".")[2])(fv if chain.startswith("fv.") else fv.lab)
+
+
+def test_protocol_on_the_page_of_hosts_is_the_one_that_is_checked():
+    """Of docs/hosts.md."""
+    from fedvitals.testing import host_contract
+
+    (block,) = [block for block in blocks_of(ROOT / "docs/hosts.md") if block.code.startswith("class HostDriver")]
+    shown = {}
+    exec("from __future__ import annotations\n" + block.code, vars(host_contract) | shown, shown)
+    declared = host_contract.HostDriver
+    assert shown["HostDriver"].__annotations__ == declared.__annotations__
+    for method in ("client_names", "run"):
+        assert str(inspect.signature(getattr(shown["HostDriver"], method))) == str(
+            inspect.signature(getattr(declared, method))
+        )
 
 
 def test_sql_of_pages_reads_a_store(tmp_path):

@@ -80,7 +80,9 @@ def test_no_place_is_claimed_that_does_not_exist():
     assert set(PROJECT["project"]["urls"]) == {"Licence"}, "with a public place, rewrite docs/release.md and the README"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "There is no release on PyPI yet" in readme
-    assert "pip install fedvitals\n" not in readme
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    claims = [page.name for page in pages if re.search(r"pip install '?fedvitals", page.read_text(encoding="utf-8"))]
+    assert claims == [], "nothing is published: install from a clone or a wheel"
 
 
 def test_notes_come_from_the_changelog(release):

@@ -51,11 +51,11 @@ TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, RingStars, Ring, Asyn
 
 
 class Evaluation(Part, frozen=True):
-    """When the global model is evaluated on the test set and on the clients' own.
+    """How often the global model is evaluated on the test set, and whether on the clients' own tests as well.
 
     Args:
         every: The interval in rounds; the last round is always evaluated.
-        local: Whether also on the clients' local tests: of all, or («cohort») of those that trained.
+        local: Whether to evaluate on the clients' local tests: of all of them, or («cohort») of those that trained.
     """
 
     every: int = 1
@@ -75,7 +75,7 @@ class Experiment(Part, frozen=True, kw_only=True):
         partition: How its samples are dealt to the clients, such as `lab.Dirichlet(0.3)`.
         test_share: The share of each client's samples that is kept for its local test.
         model: The model, such as `lab.CNN()` or `lab.Own(factory)`.
-        parameters: Which parameters train and travel; by default all.
+        parameters: Which parameters are trained and sent; by default all.
         loss: The loss; by default the usual one for the data set's targets.
         local: The local training of a client in a round.
         clients: The number of clients, named c0, c1, ...

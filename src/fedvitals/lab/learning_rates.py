@@ -13,7 +13,7 @@ from fedvitals.lab.description import Description, require
 
 
 class Warmup(Description, frozen=True):
-    """A learning rate that rises and then stays.
+    """A learning rate that rises by equal steps, and then stays constant.
 
     Args:
         rounds: The rounds that it takes.
@@ -49,7 +49,7 @@ class Decay(Description, frozen=True, kw_only=True):
 
 
 class Cosine(Decay, frozen=True):
-    """A learning rate that falls along half a cosine, and stays there.
+    """A learning rate that falls along half a cosine, and then stays constant.
 
     Args:
         rounds: The rounds that it takes.

@@ -60,7 +60,7 @@ class SGD(Description, frozen=True):
 
 
 class PlainSGD(Description, frozen=True):
-    """Gradient descent written out, p ← p − η·g, without an optimiser object: observers are given none.
+    """Plain gradient descent, p ← p − η·g, without an optimiser object, so that observers see none.
 
     Args:
         learning_rate: η.

@@ -152,14 +152,14 @@ class _ErrorOfNumbers(Loss, frozen=True):
 
 
 class MSE(_ErrorOfNumbers, frozen=True):
-    """The squared error, averaged over a sample's numbers."""
+    """The mean squared error over the numbers of a sample."""
 
     def each(self, outputs: Tensor, y: Tensor) -> Tensor:
         return (outputs.reshape(y.shape) - y).square().flatten(1).mean(1)
 
 
 class Huber(_ErrorOfNumbers, frozen=True):
-    """The squared error of small deviations, and the absolute error of large ones.
+    """The Huber loss: the squared error of small deviations, and the absolute error of large ones.
 
     Args:
         delta: The deviation at which it changes from one to the other.

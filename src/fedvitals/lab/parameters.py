@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Parameters(Part, frozen=True):
-    """Patterns of tensors' names, such as "embedding.*", that say what trains and what travels. What no pattern names
-    trains and travels.
+    """Patterns of tensors' names, such as "embedding.*", that say which of them are trained and which are sent. Tensors
+    that no pattern names are trained and sent.
 
     Args:
-        frozen: Parameters that keep their first values and never travel; with `adapters`, all of the model's own are
-            frozen.
+        frozen: Parameters that keep their initial values and are never sent; with `adapters`, these are all of the
+            model's own.
         trained: Exceptions from that.
         at_home: Tensors that each client trains and never sends: a head of its own, or (FedBN, Li et al. 2021) the
             batch norm with its statistics.

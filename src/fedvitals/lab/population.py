@@ -107,8 +107,8 @@ class NewData(Description, frozen=True, kw_only=True):
 
 class Season(Description, frozen=True, kw_only=True):
     """Data that repeat after some rounds. In round r the pixels are multiplied by 1 + brightness · sin(2π r / period),
-    and of the samples of class c a share in proportion to 1 + labels · cos(2π (r / period − c / classes)) is there:
-    each class has its own time of the year.
+    and the share of the samples of class c that is present is proportional to
+    1 + labels · cos(2π (r / period − c / classes)): each class has a season of its own.
 
     Args:
         nodes: The clients, or «all».

@@ -93,7 +93,9 @@ class ClientDP(DifferentialPrivacy, frozen=True):
 
 
 class CentralDP(DifferentialPrivacy, frozen=True):
-    """Clipping and noise at the server. Every client counts the same, since one with many samples would be seen.
+    """Clipping and noise at the server.
+
+    All clients have the same weight, because the noise would not hide one with many samples.
 
     Args:
         clip: The largest norm of a client's change.

@@ -92,7 +92,7 @@ def run(
 
     Args:
         experiment: What to run.
-        observer: A `fv.Monitor`, or another observer; None: nobody watches.
+        observer: A `fv.Monitor`, or another observer; None: nothing is monitored.
         engine: The name of an engine («auto», «sequential», «reuse» or «stacked»), or a function that creates one
             for a site.
         workers: Processes that train clients.
@@ -143,7 +143,7 @@ def rounds(
 
     Args:
         experiment: What to run.
-        observer: A `fv.Monitor`, or another observer; None: nobody watches.
+        observer: A `fv.Monitor`, or another observer; None: nothing is monitored.
         engine: The name of an engine («auto», «sequential», «reuse» or «stacked»), or a function that creates one
             for a site.
         workers: Processes that train clients.

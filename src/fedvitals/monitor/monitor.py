@@ -55,9 +55,9 @@ class Monitor:
         sinks: Where records go besides the store: `fv.sinks...`, or objects of your own with `write(records)`.
         privacy: What may leave a client, from 0 (timings only) to 4; by default 3, in a deployment 2: see
             docs/metrics.md.
-        cohort: The fewest clients whose sum may be reported from level 1 on.
-        tracebacks: Whether to keep tracebacks of clients' exceptions; by default from level 3 on, in a deployment
-            not.
+        cohort: The smallest number of clients over which a sum may be reported at privacy level 1.
+        tracebacks: Whether to keep tracebacks of clients' exceptions; by default from privacy level 3 on, and
+            never in a deployment.
         config: Settings of your training, kept with the run and shown by `compare`.
         seed: The seed of your training, kept with the run.
         topology: «centralized», «hierarchical» and so on, kept with the run.
@@ -66,10 +66,9 @@ class Monitor:
         machine: Whether to sample CPU, memory and GPU, if psutil is installed.
         capture: Which steps to record with torch's profiler: a `fv.Capture`.
         tape: A `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
-        update_memory: Bytes that may be held for exact cosines between updates.
-        strict: Whether to raise what is otherwise counted: for tests.
-        id: The id of a run that the store may have already, which is then continued; visible characters without /
-            and \\.
+        update_memory: Bytes of memory for a round's updates, which exact cosines between them need.
+        strict: Whether to raise errors that are otherwise only counted and logged; meant for tests.
+        id: The run's id, of visible characters without / and \\; a run with this id in the store is continued.
     """
 
     def __init__(
@@ -132,20 +131,20 @@ class Monitor:
 
     @property
     def host(self) -> HostObserver:
-        """The `Observer` of this run, which frameworks call, and loops with a transport of their own."""
+        """The `Observer` of this run, to which a framework, or a loop with its own transport, reports."""
         return self._host
 
     @contextlib.contextmanager
     def round(
         self, number: int, global_model: Any = None, *, held_back: Any = None, loss: Callable[..., Any] | None = None
     ) -> Iterator[Monitor]:
-        """One round of the federation; what is logged or raised inside belongs to it.
+        """Open a round of the federation: metrics and exceptions inside the block belong to it.
 
         Args:
             number: The round, counted from 0 or 1.
             global_model: The server's model, measured before and after; None if there is none.
-            held_back: Samples that nobody trains on, as `data` of a client: the new global model's loss on them is
-                measured (`held_back.loss`), and FORGETTING found by it.
+            held_back: Samples that no client trains on, in any form that `client(data=...)` accepts. The new global
+                model's loss on them is recorded as `held_back.loss`, from which FORGETTING is detected.
             loss: The loss function for these; by default the model's own, or the cross-entropy.
 
         Returns:
@@ -180,7 +179,7 @@ class Monitor:
         Args:
             name: The client's name; it is taken as text, so 3 and "3" are one client.
             model: The module that trains; None if only time and failures are to be measured.
-            optimizer: Not needed: the optimiser is found by its parameters.
+            optimizer: The optimiser; by default the one that steps the model's parameters is detected.
             data: The client's own samples, to measure how well the model suits them: a DataLoader, a Dataset, a pair
                 of tensors or a list of batches.
             loss: The loss function, for the same purpose.
@@ -197,7 +196,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def edge(self, name: AnyName, model: Any = None) -> Iterator[Monitor]:
-        """An edge node, cluster or ring: the clients watched inside belong to it.
+        """Open an edge node, cluster or ring: clients that are watched inside the block belong to it.
 
         Args:
             name: Its name, which becomes the `group` of its clients.
@@ -214,7 +213,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
-        """A stretch of the round that counts as «aggregate», «evaluate», ... (docs/profile.md).
+        """Count the time of a block as «aggregate», «evaluate» or another part of the round (docs/profile.md).
 
         Args:
             name: What the time goes to.
@@ -257,8 +256,8 @@ class Monitor:
     def transformed(self, how: str) -> None:
         """State that updates are changed between training and aggregation, and how: «top-k, 1 %», «clipped at 1.0».
 
-        Call it once, before the first round. Detectors that compare an update with the training behind it then judge
-        nobody; otherwise they notice by themselves where most clients' updates differ from what these trained.
+        Call it once, before the first round. Detectors that compare an update with the training behind it then stay
+        silent. Without this call they stay silent once most clients' updates differ from what was trained.
 
         Args:
             how: What is done to updates, in your words.
@@ -266,14 +265,14 @@ class Monitor:
         self._host.event("info", TRANSFORMED, f"Updates are changed on their way: {how}.", data={"stated": how})
 
     def corrections(self) -> LoopCorrections:
-        """The corrections in force in the open round, for the loop to apply to what it is about to average.
+        """Return the corrections of the open round, for the loop to apply before it averages.
 
             updates, weights = monitor.corrections().apply(updates, weights)
 
         Changes nothing unless the monitor has `cure="auto"`, and then only what its trials allow (docs/cure.md).
 
         Returns:
-            An object whose `apply(updates, weights)` returns both as they are to be averaged.
+            An object whose `apply(updates, weights)` returns the updates and weights to average.
         """
         self._corrections.ask()
         return self._corrections
@@ -320,15 +319,15 @@ class Monitor:
             replied: When the client sent its answer, by the client's clock; pass `returned` if it does not say.
             returned: When the answer arrived, by the server's clock.
             started: When the process that took the message started, by the client's clock.
-            span: The id by which the client knows its journey.
+            span: The id of the client's span, by which the two sides of the exchange are matched.
         """
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
     def findings(self, *, notes: bool = False) -> FindingList:
-        """Return what the detectors have found so far, worst first, once they have seen everything that was recorded.
+        """Return the findings so far, worst first. Waits until the detectors have seen everything recorded.
 
         Args:
-            notes: Whether to include what never was more than a note.
+            notes: Whether to include findings whose severity was never above «note».
 
         Returns:
             A list of `fv.Finding`; its `gaps` say what could not be judged.

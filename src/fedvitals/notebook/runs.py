@@ -39,7 +39,7 @@ MOST_RUNS, MOST_CASES = 20, 8  # that a display shows
 
 
 def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users write it
-    """Return the runs of a store, which is only read: a file, or an address `postgresql://...`.
+    """Open a store for reading, and return its runs.
 
     By default the same store as everywhere: FEDVITALS_STORE, else runs.db in this folder. Raises StoreError where there
     is none.

@@ -44,7 +44,7 @@ def adapters(run: Which, layer: str | None = None, round_index: int | None = Non
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         page = adapters_page(reader, chosen, layer, round_index)

@@ -41,7 +41,7 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
@@ -144,7 +144,7 @@ def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     name = node_name(node)
     with opened(run, store) as (reader, chosen):
@@ -184,7 +184,7 @@ def learning(run: Which, *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}

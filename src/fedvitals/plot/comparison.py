@@ -31,7 +31,7 @@ def compare(runs: Sequence[Which], *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     if isinstance(runs, str) or len(runs) < 2:
         raise ConfigError("compare() needs a list of at least two runs: fv.plot.compare(['before', 'after']).")

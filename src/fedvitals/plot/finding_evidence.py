@@ -31,7 +31,7 @@ def finding(run: Which, key: str | Case | None = None, *, store: Target = None) 
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         if key is None:

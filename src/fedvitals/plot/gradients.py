@@ -42,7 +42,7 @@ def gradient_flow(run: Which, *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
@@ -130,7 +130,7 @@ def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figur
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     if not runs:
         raise ConfigError("gsc() needs a run, or several: fv.plot.gsc('baseline', 'exploding').")

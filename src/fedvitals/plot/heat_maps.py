@@ -38,7 +38,7 @@ def clients(
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     if sort not in ("worst", "value", "name"):
         raise ConfigError(f"Clients are sorted by 'worst', 'value' or 'name', got '{sort}'.")
@@ -74,7 +74,7 @@ def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: 
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     if family not in FAMILIES:
         raise ConfigError(unknown("family of layer statistics", family, FAMILIES))

@@ -30,7 +30,7 @@ def phases(run: Which, *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         phases_page = phases_of(reader, chosen, POINTS)
@@ -70,7 +70,7 @@ def traffic(run: Which, *, store: Target = None) -> Figure:
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         described = queries.get_run(reader, chosen)

@@ -30,7 +30,7 @@ def waterfall(
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         if round_index is None:

@@ -28,7 +28,7 @@ def topology(run: Which, round_index: int | None = None, *, store: Target = None
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():

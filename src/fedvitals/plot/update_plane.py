@@ -32,7 +32,7 @@ def update_map(run: Which, round_index: int | None = None, *, store: Target = No
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
@@ -70,7 +70,7 @@ def similarity(run: Which, round_index: int | None = None, *, store: Target = No
         store: The store of the run; by default FEDVITALS_STORE, else runs.db here.
 
     Returns:
-        A matplotlib figure; a notebook shows it by itself.
+        A matplotlib figure, which a notebook displays.
     """
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)

@@ -21,8 +21,9 @@ BATCH = 64
 
 
 def full_gradient(view: View) -> Mapping[str, Any]:
-    """Return the nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad`
-    untouched.
+    """Return the nine sums of every layer's gradient, averaged over all samples.
+
+    The model is in evaluation mode meanwhile, and `.grad` is left unchanged.
 
     Args:
         view: The client's model at this moment, and its data.

@@ -19,7 +19,7 @@ from fedvitals.stats import COUNT, INFS, NANS, STEP_COLUMNS, SUM_SQUARES, Array,
 def gradients(view: View) -> Mapping[str, Any]:
     """Return the nine sums of every layer's gradient, as the optimiser is about to use it.
 
-    At steps a session does the same with a `GradientRecorder`, which costs a small model half as much.
+    At scheduled steps the monitor computes the same sums with a faster recorder.
 
     Args:
         view: The client's model at this moment, and its data.

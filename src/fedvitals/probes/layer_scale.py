@@ -37,7 +37,7 @@ class layer_pair_scale:  # noqa: N801 - reads as its sibling probes, which are f
 
     Args:
         upper: The name of the module, as in `model.named_modules()`, whose output is the upper activation; or «output».
-        lower: The same of the lower activation; or «input».
+        lower: The module of the lower activation, in the same way; or «input».
         images: The number of the client's samples to measure on.
     """
 
@@ -50,7 +50,7 @@ class layer_pair_scale:  # noqa: N801 - reads as its sibling probes, which are f
         return f"scale of {self.upper}/{self.lower}"
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection.
+        """Return the cost of a measurement in passes of one sample: one forward, and one backward for each projection.
 
         Args:
             samples: The number of samples that the client has.
@@ -75,7 +75,9 @@ def layer_scale(
     projections: int = PROJECTIONS,
     seed: int = 0,
 ) -> Tensor:
-    """Return GSC(upper, lower) of each sample. The model and its gradients are left unchanged.
+    """Return the gradient scale between two layers, GSC(upper, lower), for each sample.
+
+    The model and its gradients are left unchanged.
 
     ‖J‖_F is exact for up to 64 activations of the upper layer; above, it is estimated by random projections, which are
     unbiased for its square.
@@ -84,7 +86,7 @@ def layer_scale(
         model: The network.
         x: A batch of samples.
         upper: The name of the module, as in `model.named_modules()`, whose output is the upper activation; or «output».
-        lower: The same of the lower activation; or «input».
+        lower: The module of the lower activation, in the same way; or «input».
         projections: The number of random projections.
         seed: The seed of these projections.
 

@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """The probe's name; not the object as text: that of a `partial` quotes its arguments, perhaps a client's."""
+        """The probe's name. It never contains the arguments of a `partial`, which may be a client's."""
         return name_of(self.probe)
 
     def work(self, samples: int) -> float:

@@ -74,7 +74,7 @@ class RankWatch:
         return tuple(quantiles(self._times)) if len(self._times) >= FEWEST_STEPS else ()
 
     def remove(self) -> None:
-        """The training is over."""
+        """Called when the training is over."""
         self._stopped.set()
         self._seconds = time.perf_counter() - self._began
         if self._handle is not None:

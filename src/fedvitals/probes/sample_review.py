@@ -46,8 +46,8 @@ def suspect_samples(model: nn.Module, data: Any, k: int = 20) -> list[SuspectSam
         k: How many samples to return at most.
 
     Returns:
-        For each its index, its label, what the model takes it for, and by how much; fewer than `k` where the model
-        agrees with more.
+        For each sample its index, its label, the class that the model predicts, and the margin; fewer than `k` if the
+        model doubts fewer labels.
     """
     if k < 1:
         raise ConfigError(f"suspect_samples(k=) needs at least 1 sample to list, got {k}.")

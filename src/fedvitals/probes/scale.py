@@ -59,7 +59,7 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
         return "scale"
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection.
+        """Return the cost of a measurement in passes of one sample: one forward, and one backward for each projection.
 
         Args:
             samples: The number of samples that the client has.

@@ -20,7 +20,7 @@ from fedvitals.records import Layer, LayerTable
 
 
 class View:
-    """One client's model during one round; of its parameters, those that train (see `trained_parameters`).
+    """A client's model during one round, with the parameters that train (see `trained_parameters`).
 
     Only the monitor changes it, by setting `step` and `owned`; a probe reads. `owned` lists, per layer, the parameter
     that the current optimiser step acts on, or None: with several optimisers each sees its own part.
@@ -65,12 +65,12 @@ class View:
 
     @property
     def before(self) -> Tensor | None:
-        """All parameters in one vector, as the scope began."""
+        """All parameters in one vector, from when the client's scope opened; None if they were not kept."""
         return None if self.snapshot is None else self.snapshot.vector
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What the optimiser is about to use; None where a parameter has no gradient or is not its own."""
+        """The gradients for the next optimiser step; None where a parameter has none or is another optimiser's."""
         return [None if p is None else p.grad for p in self.owned]
 
     @property

@@ -85,7 +85,7 @@ class MLflow(Sink):
         """Log what is new. Raises what MLflow raises; the queue then tries again.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         if self._client is None:
             client = self._tracking.MlflowClient(tracking_uri=self.uri)

@@ -109,7 +109,7 @@ class TensorBoard(Sink):
         """Append the records that can be drawn to the event files of their runs.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         buffers: dict[str, io.BytesIO] = {}
         settings_texts: dict[str, str] = {}

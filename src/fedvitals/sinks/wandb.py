@@ -79,7 +79,7 @@ class WeightsAndBiases(Sink):
         """Log one row for each round among the records.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         for record in records:
             if isinstance(record, Run):

@@ -70,7 +70,7 @@ class CorrectionPolicy:
         return self._words.get(kind, "suggest" if kind in OPT_IN_KINDS else chosen)
 
     def described(self) -> dict[str, str]:
-        """Return the policy for the run's configuration.
+        """Return the policy as it is stored in the run's configuration.
 
         Returns:
             A dictionary of plain texts.

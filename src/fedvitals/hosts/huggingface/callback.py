@@ -49,7 +49,7 @@ class Callback(TrainerCallback):
         self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, held_back=held_back)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A training begins; its model is prepared for all processes.
+        """Called when a training begins; its model is prepared for all processes.
 
         Args:
             args: The trainer's arguments.
@@ -60,7 +60,7 @@ class Callback(TrainerCallback):
         guarded("beginning a training", lambda: self._watch.begin(kwargs["model"], range(args.world_size)))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An epoch begins.
+        """Called when an epoch begins.
 
         Args:
             args: The trainer's arguments.
@@ -71,7 +71,7 @@ class Callback(TrainerCallback):
         guarded("ending a round", self._watch.close_round)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An optimiser step begins, with the first of its batches.
+        """Called when an optimiser step begins, with the first of its batches.
 
         Args:
             args: The trainer's arguments.
@@ -83,7 +83,7 @@ class Callback(TrainerCallback):
         guarded("beginning a round", self._watch.step_begins)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """An optimiser step is over; its metrics, and an evaluation, may follow.
+        """Called when an optimiser step is over; its metrics, and an evaluation, may follow.
 
         Args:
             args: The trainer's arguments.
@@ -96,7 +96,7 @@ class Callback(TrainerCallback):
             guarded("ending a round", self._watch.boundary)
 
     def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """An epoch is over; its metrics, and an evaluation, may follow.
+        """Called when an epoch is over; its metrics, and an evaluation, may follow.
 
         Args:
             args: The trainer's arguments.
@@ -115,7 +115,7 @@ class Callback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """The trainer logs metrics.
+        """Called when the trainer logs metrics.
 
         Args:
             args: The trainer's arguments.
@@ -127,7 +127,7 @@ class Callback(TrainerCallback):
         guarded("logging", lambda: self._watch.log(logs or {}))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """A batch was evaluated: the training before it is over.
+        """Called when a batch was evaluated: the training before it is over.
 
         Args:
             args: The trainer's arguments.
@@ -138,7 +138,7 @@ class Callback(TrainerCallback):
         guarded("ending a round", self._watch.close_round)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """The training is over.
+        """Called when the training is over.
 
         Args:
             args: The trainer's arguments.

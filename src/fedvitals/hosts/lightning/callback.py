@@ -58,7 +58,7 @@ class Callback(LightningCallback):
         self._steps = 0  # of the optimisers so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """A training begins; its model is prepared for all processes.
+        """Called when a training begins; its model is prepared for all processes.
 
         Args:
             trainer: The trainer.
@@ -68,7 +68,7 @@ class Callback(LightningCallback):
         guarded("beginning a training", lambda: self._watch.begin(pl_module, range(trainer.world_size)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A batch begins.
+        """Called when a batch begins.
 
         Args:
             trainer: The trainer.
@@ -80,7 +80,7 @@ class Callback(LightningCallback):
         guarded("beginning a round", self._watch.step_begins)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """A batch is over; with it an optimiser step, unless gradients are accumulated.
+        """Called when a batch is over; with it an optimiser step, unless gradients are accumulated.
 
         Args:
             trainer: The trainer.
@@ -94,7 +94,7 @@ class Callback(LightningCallback):
             guarded("counting steps", self._watch.step_ended)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """A validation begins: the training before it is over.
+        """Called when a validation begins: the training before it is over.
 
         Args:
             trainer: The trainer.
@@ -108,7 +108,7 @@ class Callback(LightningCallback):
         guarded("ending a round", self._watch.close_round)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """A validation is over, and its metrics are known.
+        """Called when a validation is over, and its metrics are known.
 
         Args:
             trainer: The trainer.
@@ -118,7 +118,7 @@ class Callback(LightningCallback):
             guarded("logging", lambda: self._log(trainer, evaluated=True))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """An epoch is over, and its metrics are known.
+        """Called when an epoch is over, and its metrics are known.
 
         Args:
             trainer: The trainer.
@@ -128,7 +128,7 @@ class Callback(LightningCallback):
         guarded("ending a round", self._watch.boundary)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """The training is over.
+        """Called when the training is over.
 
         Args:
             trainer: The trainer.
@@ -137,7 +137,7 @@ class Callback(LightningCallback):
         guarded("ending a training", self._watch.end)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """An exception ended the training.
+        """Called when an exception has ended the training.
 
         Args:
             trainer: The trainer.

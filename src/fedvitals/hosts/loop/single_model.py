@@ -40,7 +40,7 @@ def watch(
 
     Args:
         model: The module that trains.
-        optimizer: Its optimiser; found by its parameters if left out.
+        optimizer: The optimiser; by default the one that steps the model's parameters is detected.
         store: The file that the run is written to, or an address.
         run: A name for people.
         steps: Optimiser steps that count as one round of the node «model».

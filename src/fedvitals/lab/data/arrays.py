@@ -36,7 +36,7 @@ class Arrays:
         test_y: Their targets.
         groups: Which samples belong together (one person, one physical sign), for the partitions `natural` and
             `group_per_client`.
-        classes: The number of classes; None: the largest label and one.
+        classes: The number of classes; None: the largest label plus one.
         name: The name that is kept with the run.
         tasks: The outputs of each task, such as (10, 1): each column of the targets is a task, here a class out of
             10 and a number.

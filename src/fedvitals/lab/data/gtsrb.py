@@ -40,12 +40,12 @@ ARCHIVE = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370"
 
 
 class GTSRB(PublishedDataset, frozen=True):
-    """39,209 and 12,630 images of 43 classes, or a fixed subset.
+    """The German traffic signs: 39,209 training and 12,630 test images of 43 classes, or a fixed subset.
 
     Args:
         samples: How many training images to use; by default all.
         test_samples: How many test images to use; by default all.
-        divisor: Of the pixels: 1 leaves them from 0 to 255.
+        divisor: What the pixels are divided by; 1 leaves them in the range from 0 to 255.
     """
 
     divisor: float = 255.0  # of the pixels: 1 leaves them from 0 to 255

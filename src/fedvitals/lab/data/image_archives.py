@@ -26,7 +26,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 class FashionMNIST(PublishedDataset, frozen=True):
-    """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017), or a subset.
+    """60,000 training and 10,000 test images of clothes in grey, 28 × 28 (Xiao, Rasul, Vollgraf 2017), or a subset.
 
     Args:
         samples: How many training images to use; by default all.
@@ -61,7 +61,7 @@ class FashionMNIST(PublishedDataset, frozen=True):
 
 
 class CIFAR10(PublishedDataset, frozen=True):
-    """50,000 and 10,000 colour images, 32 × 32 (A. Krizhevsky 2009), or a subset.
+    """50,000 training and 10,000 test images in colour, 32 × 32 (A. Krizhevsky 2009), or a subset.
 
     The JPEG copy (`cifar10_jpeg.npz`) does not have the original pixels; a data set read from it is named accordingly.
 

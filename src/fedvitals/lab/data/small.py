@@ -23,7 +23,7 @@ class Digits(Description, frozen=True):
     """1,797 hand-written digits, 8 × 8 grey pixels from 0 to 1; a fixed fifth of them is the test set.
 
     Args:
-        reconstruct: Whether a model is to give back its input instead of naming the digit.
+        reconstruct: Whether the target is the image itself, for an autoencoder, instead of the digit.
     """
 
     reconstruct: bool = False

@@ -24,8 +24,8 @@ EXCLUDED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 class Text(Description, frozen=True):
     """Language modelling on bytes: blocks of text with the byte that follows each byte as its target, 256 tokens.
 
-    Each subfolder is a package: a group, for the partitions `group_per_client` and `natural`. Files that lie in the
-    folder itself are public: nobody holds them, and a model can be pretrained on them.
+    Each subfolder is a package: a group, for the partitions `group_per_client` and `natural`. Files directly
+    in the folder are public: no client holds them, and a model can be pretrained on them.
 
     Args:
         folder: The folder; None: Python's standard library.

@@ -36,7 +36,7 @@ class Site:
         experiment: The experiment.
         dataset: Its data set, loaded.
         shards: Each client's samples, as dealt; `shard` is what a client has in a round.
-        module: The model as initialised; nobody trains it.
+        module: The model as initialised; it is never trained.
         layout: Where each tensor lies in a flat state.
         loss: The loss.
         home: The layout of what clients keep at home; None: nothing.

@@ -72,8 +72,8 @@ class Update:
         losses: The loss of each local batch.
         steps: Local steps.
         seconds: The real computing time.
-        sent: Whether faults of its sending have been applied.
-        error: Why there is nothing to use: the client failed, and `state` is its start.
+        sent: Whether the faults that affect sending have been applied.
+        error: Why the client failed; `state` is then the one that it started from, and is not used.
         error_type: The class of the exception.
         home: What the client keeps at home; it is not sent.
     """

@@ -40,7 +40,7 @@ def _patch(cells: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Backdoor(Fault, frozen=True):
-    """An attacker who trains in a trigger: some of its samples carry it, with a label of its choice.
+    """An attacker who trains a trigger into the model: some samples carry it, with a label of the attacker's choice.
 
     BadNets, Gu, Dolan-Gavitt and Garg 2017. The trigger is a patch in the last corner of an image, or the last
     features of a vector.
@@ -87,7 +87,7 @@ class Backdoor(Fault, frozen=True):
 
 
 class DistributedBackdoor(Backdoor, frozen=True):
-    """Attackers who divide a trigger among them: each trains in a part of it, and the whole is used later.
+    """Attackers who divide a trigger among them: each trains a part of it into the model; the whole is used later.
 
     DBA, Xie, Huang, Chen and Li 2020. The patch is cut into as many equal pieces as there are nodes, row by row.
 

@@ -80,7 +80,7 @@ class LostMessage(Fault, frozen=True):
 
 
 class CorruptedMessage(Fault, frozen=True):
-    """Flipped bits: a checksum tells the receiver that the update is unusable, or it goes unnoticed.
+    """An update with flipped bits. A checksum reveals it, and it is not used; or, if `silent`, it goes unnoticed.
 
     Args:
         rate: The probability in each round.

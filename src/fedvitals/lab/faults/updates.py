@@ -112,7 +112,7 @@ class SignFlip(Fault, frozen=True):
 
 
 class Scaling(Fault, frozen=True):
-    """An attacker who wants more influence, or a sum sent as a mean.
+    """A scaled update: from an attacker who wants more influence, or a client that sends a sum instead of a mean.
 
     Args:
         factor: What the update is multiplied by.

@@ -43,7 +43,7 @@ class PaperCNN(Description, frozen=True):
         channels: The channels of the two convolutions.
         kernel: The width of the convolutions.
         slope: The negative slope of the activations.
-        dense: How the dense layer begins: as in Keras («glorot»), or as PyTorch has it.
+        dense: How the dense layer is initialised: as in Keras («glorot»), or as in PyTorch.
         pool_first: Whether to pool before the activation, which gives the same numbers for less work.
         pool: «max», «average» or «none», of 2 × 2 pixels after each convolution.
     """

@@ -156,7 +156,7 @@ class LSTM(Description, frozen=True):
 
 
 class GRU(LSTM, frozen=True):
-    """Like `lstm`, with gated recurrent units.
+    """A recurrent network like `lab.LSTM`, with gated recurrent units.
 
     Args:
         hidden: The width of the state.

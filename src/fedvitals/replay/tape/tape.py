@@ -117,10 +117,10 @@ class Tape(Sink):
         Args:
             beside: The folder of the store's large files.
             run: The run that is recorded.
-            tell: Takes events.
-            file: Takes a record of each state that is kept, for the store's list.
+            tell: A function that receives events.
+            file: A function that receives a record of each stored state, for the store's list.
             level: The privacy level.
-            settle: Waits until the store and the detectors have everything.
+            settle: A function that waits until the store and the detectors have received everything.
         """
         folder = (self.chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
@@ -148,7 +148,7 @@ class Tape(Sink):
         """Take records as a sink; only findings matter to the tape.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         findings = [record for record in records if isinstance(record, Finding)]
         if findings:
@@ -188,7 +188,7 @@ class Tape(Sink):
     # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Take the host's description of the run.
+        """Record the host's description of the run.
 
         Args:
             description: The experiment or the app, as plain values.
@@ -196,7 +196,7 @@ class Tape(Sink):
         self._put("describe", (dict(description),), 0)
 
     def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
-        """Take a round's initial state.
+        """Record the state at the beginning of a round.
 
         Args:
             round_index: The round.
@@ -207,7 +207,7 @@ class Tape(Sink):
             self._put("begin", (round_index, {}, notes), 0)
 
     def messages(self, round_index: int, messages: Sequence[Message]) -> None:
-        """Take clients' replies.
+        """Record the replies of clients.
 
         Args:
             round_index: The round.
@@ -224,7 +224,7 @@ class Tape(Sink):
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """Take a round's final state and metrics.
+        """Record the state at the end of a round, and its metrics.
 
         Args:
             round_index: The round.

@@ -43,8 +43,8 @@ CLOSE_SECONDS = 5.0
 class Alerts(Sink):
     """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
-    What cannot be delivered waits in `folder` and is tried again. Without a folder it is kept in memory, and a
-    restart forgets it.
+    Undelivered alerts wait in `folder` and are retried. Without a folder they are kept in memory, and lost at a
+    restart.
 
     Args:
         config: Path of an alerts.toml with rules and channels; or leave it out and pass `rules` and `channels`.
@@ -108,7 +108,7 @@ class Alerts(Sink):
         """Evaluate the rules on these records, and queue the alerts that follow.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         self._start()
         for record in records:
@@ -118,7 +118,7 @@ class Alerts(Sink):
             self._send(evaluation.alerts())
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until every alert so far was delivered, given up, or scheduled for another attempt.
+        """Wait until every alert so far has been delivered, abandoned, or scheduled for another attempt.
 
         Args:
             timeout: Seconds to wait at most.
@@ -132,7 +132,7 @@ class Alerts(Sink):
         return all(done)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Send the last alerts and retry those that wait. What cannot be delivered stays in the folder.
+        """Send the last alerts and retry those that wait. Undelivered alerts stay in the folder.
 
         Args:
             timeout: Seconds to wait at most.

@@ -107,10 +107,10 @@ class OpenTelemetry(Sink):
         self._opener = urllib.request.build_opener(*handlers)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Send the records. Raises ConnectionError to be retried, RecordError where the receiver refuses them.
+        """Send the records. Raises ConnectionError, upon which they are sent again, or RecordError if they are refused.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         self._remember(records)
         # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.

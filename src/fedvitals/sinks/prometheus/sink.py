@@ -40,7 +40,7 @@ RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
 class Prometheus(Sink):
-    """Serves /metrics from the first record until every monitor that it was given to is closed. One object may serve
+    """Serves /metrics from the first record until the last monitor that uses it is closed. One object may serve
     several monitors.
 
     Args:
@@ -106,7 +106,7 @@ class Prometheus(Sink):
         """Take in records. Never raises, so that nothing is counted twice.
 
         Args:
-            records: What the monitor has measured and found since the last call.
+            records: The records that the monitor has produced since the last call.
         """
         with self._lock:
             self._writers.add(threading.get_ident())
