@@ -66,16 +66,17 @@ def as_the_papers(results: Results, reading: Reading) -> Results:
 
 
 def with_our_cells(results: Results) -> Results:
-    """The results in which cells of the factorial under our own reading stand for the paper's conditions.
+    """The results with what the factorial's cells under our own reading measured of the paper's conditions.
 
-    It is the same training, with each edge's loss on its clients' local tests. A condition is replaced once its cell
-    has as many repeats.
+    The same seed is the same training, up to rounding: a repeat that both have takes every series of its cell, and
+    keeps those that only the paper's condition measured.
     """
-    cells = as_the_papers(results, OURS)
-    names = [name for name in cells.conditions if len(cells.repeats(name)) >= len(results.repeats(name))]
-    ours = Results(run for name in names for run in cells.of(name))
-    kept = [run for run in results.all() if run["condition"] not in ours]
-    return Results([*kept, *ours.all()], results.pieces)
+    found = {(run["condition"], run["repeat"]): run for run in results.all()}
+    for cell in as_the_papers(results, OURS).all():
+        whose = cell["condition"], cell["repeat"]
+        if found.get(whose, cell)["rounds"] == cell["rounds"]:
+            found[whose] = {**cell, "series": {**found.get(whose, cell)["series"], **cell["series"]}}
+    return Results(found.values(), results.pieces)
 
 
 def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
