@@ -5,7 +5,7 @@ import pytest
 
 from fedvitals_studies.reproduce import factorial, factorial_page
 from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Reading, quick_factorial
-from fedvitals_studies.reproduce.parallel import SECONDS, shares
+from fedvitals_studies.reproduce.parallel import SECONDS, seconds_of, shares
 from fedvitals_studies.reproduce.results import KNOWN_GTSRB, Results, save
 from fedvitals_studies.reproduce.study import Job
 from support import invented_results as invented
@@ -64,6 +64,8 @@ def test_processes_that_share_a_gpu_have_each_cell_once_and_as_much_to_do():
     ]
     assert max(expected) < 1.35 * min(expected)
     assert [*shares([Job(CELLS[0], 4)]).values()] == [(CELLS[0].name,)]
+    epoch, extended = (next(c for c in FACTORIAL if c.study == study) for study in ("epochs", "likeliest"))
+    assert (seconds_of(epoch), seconds_of(extended)) == (20 * seconds_of(CELLS[0]), 2 * seconds_of(CELLS[0]))
 
 
 def test_the_reading_that_shows_what_the_paper_saw_is_the_likeliest(whole):
@@ -119,11 +121,14 @@ def test_what_is_run_next_depends_on_what_was_seen(tmp_path):
         return quick_factorial(condition, "gtsrb")
 
     first = [*factorial.phases(tmp_path, small)]
-    assert [(len(conditions), repeats) for conditions, repeats in first] == [(64, 5)]
+    assert [(len(conditions), repeats) for conditions, repeats in first] == [(6, 3), (64, 5)]
     for run in results_of(factorial.REPEATS, [small(cell) for cell in CELLS]):
         save(tmp_path, run, small(BY_NAME[run["condition"]]))
     after = [*factorial.phases(tmp_path, small)]
-    assert [(len(conditions), repeats) for conditions, repeats in after] == [(64, 5), (8, 5), (6, 3)]
+    assert [(len(conditions), repeats) for conditions, repeats in after] == [(6, 3), (64, 5), (12, 3), (8, 5), (6, 3)]
     best = factorial.likeliest(Results.read(tmp_path, [small(condition) for condition in FACTORIAL]))
-    assert {condition.batches for condition in after[1][0]} == {20}
-    assert all(condition.name.startswith(best.condition_of("extended")) for condition in after[2][0])
+    assert {condition.batches for condition in after[3][0]} == {20}
+    assert all(condition.name.startswith(best.condition_of("extended")) for condition in after[4][0])
+    assert {*after[2][0]} == {*after[4][0], *map(small, factorial.extended_of(OURS))}
+    fewer = [repeats for _, repeats in factorial.phases(tmp_path, small, 1)]
+    assert fewer == [1] * 5
