@@ -88,6 +88,18 @@ def with_our_cells(results: Results) -> Results:
     return Results(found.values(), results.pieces)
 
 
+def main_results(results: Results) -> tuple[Results, Reading]:
+    """Return what the page shows first, and under which reading: the likeliest once its extended study is there, else
+    ours.
+    """
+    ours, best = with_our_cells(results), likeliest(results)
+    if best in (None, OURS) or not all(condition.name in results for condition in extended_of(best)):
+        return ours, OURS
+    under = as_the_papers(results, best)
+    kept = [run for run in ours.all() if run["condition"] not in under]
+    return Results([*kept, *under.all()], results.pieces), best
+
+
 def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
     """The reading's score; None if not all its cells have been run."""
     names = [condition.name for condition in cells_of(reading)]
