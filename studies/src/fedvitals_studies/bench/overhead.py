@@ -275,6 +275,8 @@ def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
 class _Timed(scale):
     """The gradient scale's probe, with the thread's seconds in its calls by round."""
 
+    _seconds: dict[int, float]
+
     def __init__(self, probe: scale, seconds: dict[int, float]) -> None:
         super().__init__(probe.images, probe.exact)
         object.__setattr__(self, "_seconds", seconds)

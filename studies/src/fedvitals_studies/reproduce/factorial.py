@@ -93,7 +93,7 @@ def main_results(results: Results) -> tuple[Results, Reading]:
     ours.
     """
     ours, best = with_our_cells(results), likeliest(results)
-    if best in (None, OURS) or not all(condition.name in results for condition in extended_of(best)):
+    if best is None or best == OURS or not all(condition.name in results for condition in extended_of(best)):
         return ours, OURS
     under = as_the_papers(results, best)
     kept = [run for run in ours.all() if run["condition"] not in under]
