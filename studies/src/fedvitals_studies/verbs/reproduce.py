@@ -199,7 +199,9 @@ def _pieces(
             return runs_left(folder, small, repeats)
         return len(plan(folder, chosen([*map(small, SETTLING)], only), repeats or REPEATS).todo)
 
-    words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only '{name}'" for name in only)]
+    # By name: a pattern would need quotes, which a shell that expands $PIECE passes on as they are.
+    names = [condition.name for condition in chosen([*map(small, SETTLING)], only)] if only else []
+    words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only {name}" for name in names)]
     words += [f"--repeats {repeats}"] * (repeats is not None)
     words += [f"--quick --dataset {rehearsed_on}"] * (rehearsed_on is not None)
     without = rehearsed_on not in (None, "gtsrb")
