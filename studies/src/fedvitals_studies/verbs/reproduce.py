@@ -82,9 +82,9 @@ def command(
     run `python $PACK/code/run.py $PIECE --out …` over there and bring the results into $OUT.
     """
     _require_one_purpose(pack, merge, page_only or bool(pieces), wheel if not pieces else ())
-    place = Path(data) if data else None
+    place, wheels = Path(data) if data else None, [*map(Path, wheel)]
     if pack is not None:
-        _pack(Path(pack), Path(out or "reproduction"), part, place, python, [*map(Path, wheel)], as_json=as_json)
+        _pack(Path(pack), Path(out or "reproduction"), part, place, python, wheels, as_json=as_json)
         return
     from fedvitals_studies.reproduce.conditions import SETTLING, chosen
     from fedvitals_studies.reproduce.factorial import REPEATS, phases
@@ -95,16 +95,13 @@ def command(
     rehearsed_on = _dataset(folder, place, page_only or bool(merge)) if quick else None
     own, small = _study(rehearsed_on)
     everything = tuple(dict.fromkeys((*own, *map(small, SETTLING))))
-    conditions = chosen(everything if only else own, only)
     failed: list[str] = []
     if merge:
         _merge(folder, merge, everything)
     elif pieces is not None:
-        _pieces(
-            pieces, folder, small, everything, only, repeats, minutes, place, python, [*map(Path, wheel)], rehearsed_on
-        )
+        _pieces(pieces, folder, small, everything, only, repeats, minutes, place, python, wheels, rehearsed_on)
     elif not page_only:
-        named = [(conditions, REPEATS if study == "factorial" else 3)]
+        named = [(chosen(everything if only else own, only), REPEATS if study == "factorial" else 3)]
         repeats = repeats or (1 if quick else None)
         for some, usual in phases(folder, small, repeats) if study == "factorial" and not only else named:
             failed += _run(folder, some, repeats or usual, place, device, minutes)
