@@ -4,8 +4,10 @@
 import pytest
 
 from fedvitals_studies.reproduce import factorial, factorial_page
+from fedvitals_studies.reproduce.claims import read, verdict_of
 from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Reading, quick_factorial
-from fedvitals_studies.reproduce.parallel import SECONDS, shares
+from fedvitals_studies.reproduce.page import write_page
+from fedvitals_studies.reproduce.parallel import SECONDS, seconds_of, shares
 from fedvitals_studies.reproduce.results import KNOWN_GTSRB, Results, save
 from fedvitals_studies.reproduce.study import Job
 from support import invented_results as invented
@@ -64,6 +66,8 @@ def test_processes_that_share_a_gpu_have_each_cell_once_and_as_much_to_do():
     ]
     assert max(expected) < 1.35 * min(expected)
     assert [*shares([Job(CELLS[0], 4)]).values()] == [(CELLS[0].name,)]
+    epoch, extended = (next(c for c in FACTORIAL if c.study == study) for study in ("epochs", "likeliest"))
+    assert (seconds_of(epoch), seconds_of(extended)) == (20 * seconds_of(CELLS[0]), 2 * seconds_of(CELLS[0]))
 
 
 def test_the_reading_that_shows_what_the_paper_saw_is_the_likeliest(whole):
@@ -114,16 +118,56 @@ def test_our_cells_stand_for_the_papers_conditions(whole):
     assert ours.of("initial-rings-clipped")[0]["series"] == whole.of(own)[0]["series"]
 
 
+def test_a_repeat_keeps_what_only_the_papers_condition_measured(whole):
+    """The cell has the losses on the local tests, the paper's condition another series: both are the same training."""
+    name = "initial-hierarchical-unclipped"
+    before = [run_of(BY_NAME[name], repeat) for repeat in range(2)]
+    for run in before:
+        del run["series"]["iteration.test_loss"], run["series"]["start.test_loss"]
+        run["series"]["scale.gsc_whole"] = run["series"]["scale.gsc"]
+    cell = [run for run in whole.all() if run["condition"] == OURS.condition_of(name) and not run["repeat"]]
+    joined = factorial.with_our_cells(Results([*before, *cell]))
+    assert joined.repeats(name) == joined.repeats(name, "scale.gsc_whole") == (0, 1)
+    assert joined.repeats(name, "iteration.test_loss") == (0,)
+    (claim,) = [claim for claim in read()[0] if claim.id == "1.7"]
+    judged = verdict_of(claim, Results([*joined.all(), run_of(BY_NAME["initial-hierarchical-clipped"], 0)]))
+    assert judged.verdict != "not run"
+    assert judged.repeats == 1
+
+
+@pytest.mark.thorough
+def test_the_page_is_about_the_likeliest_reading_once_its_extended_study_is_there(whole, tmp_path):
+    assert factorial.main_results(whole)[1] == OURS
+    extended = results_of(1, [*factorial.extended_of(BEST), *factorial.extended_of(OURS)])
+    main, reading = factorial.main_results(Results([*whole.all(), *extended]))
+    assert reading == BEST
+    name = "initial-hierarchical-unclipped"
+    assert main.of(name)[0]["series"] == whole.of(BEST.condition_of(name))[0]["series"]
+    outcome = write_page(tmp_path, Results([*whole.all(), *extended]))
+    words = {verdict.claim.id: verdict.verdict for verdict in outcome.verdicts}
+    ours = {verdict.claim.id: verdict.verdict for verdict in outcome.ours}
+    assert (words["1.3"], ours["1.3"]) == ("reproduced", "not")
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "reading of it: no pooling, pixels 0 to 255, Adam kept, with our own choices beside it" in page
+    assert "| with our choices |" in page
+    assert page.index("Which sentences of the paper hold") < page.index("## Every sentence of the paper")
+    depends = next(line for line in page.splitlines() if line.startswith("- 1.3: "))
+    assert "not reproduced with pooling, pixels ÷ 255, Adam fresh each round" in depends
+
+
 def test_what_is_run_next_depends_on_what_was_seen(tmp_path):
     def small(condition):
         return quick_factorial(condition, "gtsrb")
 
     first = [*factorial.phases(tmp_path, small)]
-    assert [(len(conditions), repeats) for conditions, repeats in first] == [(64, 5)]
+    assert [(len(conditions), repeats) for conditions, repeats in first] == [(6, 3), (64, 5)]
     for run in results_of(factorial.REPEATS, [small(cell) for cell in CELLS]):
         save(tmp_path, run, small(BY_NAME[run["condition"]]))
     after = [*factorial.phases(tmp_path, small)]
-    assert [(len(conditions), repeats) for conditions, repeats in after] == [(64, 5), (8, 5), (6, 3)]
+    assert [(len(conditions), repeats) for conditions, repeats in after] == [(6, 3), (64, 5), (12, 3), (8, 5), (6, 3)]
     best = factorial.likeliest(Results.read(tmp_path, [small(condition) for condition in FACTORIAL]))
-    assert {condition.batches for condition in after[1][0]} == {20}
-    assert all(condition.name.startswith(best.condition_of("extended")) for condition in after[2][0])
+    assert {condition.batches for condition in after[3][0]} == {20}
+    assert all(condition.name.startswith(best.condition_of("extended")) for condition in after[4][0])
+    assert {*after[2][0]} == {*after[4][0], *map(small, factorial.extended_of(OURS))}
+    fewer = [repeats for _, repeats in factorial.phases(tmp_path, small, 1)]
+    assert fewer == [1] * 5

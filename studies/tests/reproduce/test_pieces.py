@@ -334,7 +334,7 @@ def test_a_sentence_that_another_choice_overturns_depends_on_it(invented_results
     ]
     (zero,) = [s for s in sentences(found, Results(changed), choices) if s.readings[0].claim.id == "4.1"]
     assert zero.kind == "depends"
-    assert "pixels: 0 to 255: not reproduced (ours, cut alike: reproduced)" in zero.words
+    assert "pixels: 0 to 255: not reproduced (our choice over as many rounds: reproduced)" in zero.words
 
 
 # -- piece after piece -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.probes.presets import LOSS_ROUNDS, SCALE_ROUNDS, Preset, preset
 from fedvitals.probes.scale import scale
+from fedvitals.probes.view import View
 from fedvitals_studies.bench.gpt import GPT, VOCABULARY
 from fedvitals_studies.bench.other_watchers import CockpitHooks, WandbWatch
 from fedvitals_studies.bench.plain_loop import Loop, Size, in_turns, percent_over
@@ -42,6 +43,7 @@ SIZE = Size(clients=2, steps=3, batch=4, tokens=128, vocabulary=VOCABULARY)  # o
 
 PARTS = ("steps", "rounds", "data", "gsc", "llm", "others")
 SCALE_ALONE = "gradient scale in every round"
+SCALE_CALLS = "its measuring calls alone"
 DATA_SIGNS = "tap and data channel"
 GPT_NAME = "gpt"  # the language model, in rows
 SCALED = "standard with scale"
@@ -86,7 +88,7 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
             rows += _judged("data", _data_signs(workload, cycles=1 if quick else 12))
         for workload in (_DEMO, WORKLOADS[1]) if "gsc" in parts else ():
             tell(f"gradient scale per round: {workload.name}")
-            rows += _judged("gsc", _gradient_scale(workload, cycles=1 if quick else 6))
+            rows += _judged("gsc", _gradient_scale(workload, cycles=1 if quick else 12))
         for part in [name for name in ("llm", "others") if name in parts]:
             tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
             rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))
@@ -235,31 +237,62 @@ def _data_signs(workload: Workload, cycles: int) -> list[Row]:
         return monitor
 
     bare, added = _added(workload, without_scale(), without, cycles, LOSS_ROUNDS)
+    usual = float(np.median(bare))
     loaders, began = _federation(workload)[1], time.process_time()
     for index, loader in enumerate(loaders):
         DataWatch().look(f"c{index}", loader)
-    described = 100 * (time.process_time() - began) * LOSS_ROUNDS / bare
+    described = 100 * (time.process_time() - began) * LOSS_ROUNDS / usual
     common = {"what": "tap and data channel per round", "model": workload.name, "pairs": cycles}
     once = {**common, "by": "description of new data, once", "overhead_percent": described}
     return [{**common, "by": DATA_SIGNS, **added}, once]
 
 
 def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
-    """What the gradient scale in every round, each client's once in SCALE_ROUNDS, adds to a round at `standard`."""
-    _, added = _added(
+    """What the gradient scale in every round, each client's once in SCALE_ROUNDS, adds to a round at `standard`.
+
+    By rounds with and without it in turns, which on a busy machine says little; and by the thread's time in the
+    measuring calls of the same rounds, which choosing, storing and judging what they return is not part of.
+    """
+    calls: dict[int, float] = {}
+    whole = preset("standard")
+    timed = [replace(p, probe=_Timed(p.probe, calls)) if isinstance(p.probe, scale) else p for p in whole.probes]
+    bare, added = _added(
         workload,
-        preset("standard"),
+        replace(whole, probes=tuple(timed)),
         lambda folder: Monitor(folder / "without.db", probes=without_scale(), strict=True),
         cycles,
         SCALE_ROUNDS,
     )
-    return [{"what": "gradient scale per round", "model": workload.name, "pairs": cycles, "by": SCALE_ALONE, **added}]
+    first = max(calls) + 1 - cycles * SCALE_ROUNDS  # those before warmed up
+    inside = np.reshape([calls.get(first + r, 0.0) for r in range(cycles * SCALE_ROUNDS)], (cycles, SCALE_ROUNDS))
+    alone = [100 * seconds / float(np.median(bare)) for seconds in inside.sum(axis=1)]
+    common = {"what": "gradient scale per round", "model": workload.name, "pairs": cycles}
+    low, middle, high = (float(each) for each in np.percentile(alone, (2.5, 50, 97.5)))
+    share = {"overhead_percent": middle, "low": low, "high": high, "rounds_measured": float((inside > 0).mean())}
+    return [{**common, "by": SCALE_ALONE, **added}, {**common, "by": SCALE_CALLS, **share}]
+
+
+class _Timed(scale):
+    """The gradient scale's probe, with the thread's seconds in its calls by round."""
+
+    _seconds: dict[int, float]
+
+    def __init__(self, probe: scale, seconds: dict[int, float]) -> None:
+        super().__init__(probe.images, probe.exact)
+        object.__setattr__(self, "_seconds", seconds)
+
+    def __call__(self, view: View) -> Mapping[str, Any]:
+        began = time.thread_time()
+        measured = super().__call__(view)
+        number = view.round or 0
+        self._seconds[number] = self._seconds.get(number, 0.0) + time.thread_time() - began
+        return measured
 
 
 def _added(
     workload: Workload, whole: Preset, without: Callable[[Path], Monitor], cycles: int, block: int
-) -> tuple[float, Row]:
-    """Return the bare time of a block of rounds, and what one monitor takes beyond another as a share of it.
+) -> tuple[list[float], Row]:
+    """Return the bare times of blocks of rounds, and what one monitor takes beyond another as a share of it.
 
     The two take turns, round by round. What is measured in one round of a block only is seen once the block is added
     up: a median over single rounds would not see it.
@@ -280,7 +313,7 @@ def _added(
     added = [b + w - o for b, w, o in zip(times["bare"], times["with"], times["without"], strict=True)]
     quickest = {name: float(np.percentile(own, 10)) for name, own in times.items()}
     quiet = 100 * (quickest["with"] - quickest["without"]) / quickest["bare"]
-    return float(np.median(times["bare"])), {**_overhead(times["bare"], added), "quiet_percent": quiet}
+    return times["bare"], {**_overhead(times["bare"], added), "quiet_percent": quiet}
 
 
 class _NoData(DataWatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals_studies.packs.unpacked import unpacked
-from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, Condition
+from fedvitals_studies.reproduce.conditions import BY_NAME, SETTLING, Condition
 from fedvitals_studies.reproduce.results import (
     Result,
     Results,
@@ -43,7 +43,7 @@ def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | No
     half.replace(path)
 
 
-def write_done(path: Path, folder: Path, conditions: Sequence[Condition] = FACTORIAL) -> None:
+def write_done(path: Path, folder: Path, conditions: Sequence[Condition] = SETTLING) -> None:
     """Write what a folder has of the factorial into one file, so that a pack's run does not repeat it."""
     found = Results.read(folder, conditions).all()
     by_name = {condition.name: condition for condition in conditions}

@@ -298,7 +298,7 @@ def _measured(check: Check, results: Results) -> Measured:
         if not results.has(condition, name, part):
             label = name if part is None else f"{name} / {part}"
             return Measured(check, (), (), "not run", f"{condition} has no {label}")
-    shared = set.intersection(*(set(results.repeats(condition)) for condition, _, _ in check.series))
+    shared = set.intersection(*(set(results.repeats(*series)) for series in check.series))
     repeats = tuple(sorted(shared))
     if not repeats or (check.across and len(repeats) < 2):
         return Measured(check, (), repeats, "not run", f"it needs {'two repeats' if check.across else 'one repeat'}")

@@ -20,6 +20,7 @@ PAPER_STUDIES = ("initial", "extended")
 PAPER_CLIENTS, PAPER_ITERATIONS = 100, 20
 PASS = 20  # mini-batches of 16 in a pass over a client's 313 images
 QUICK_CLIENTS, QUICK_ROUNDS = 10, 6
+TINY = {"clients": 4, "rounds": 4, "iterations": 4}  # of the factorial, whose rehearsal has some hundred runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,9 @@ CONDITIONS: tuple[Condition, ...] = (*_UNCLIPPED, *_extended(), *_CLIPPED, *_sen
 FACTORIAL: tuple[Condition, ...] = tuple(condition for reading in READINGS for condition in reading.conditions())
 """The 64 cells of one mini-batch per iteration, the 64 of an epoch, and the extended study under each reading: of the
 latter two, only those of the reading that agrees best are run (`factorial.py`)."""
+OTHER_NETWORKS: tuple[Condition, ...] = tuple(condition for condition in CONDITIONS if condition.paper_weights)
+"""The paper's exploding and vanishing first weights in networks that are not the paper's."""
+SETTLING = (*OTHER_NETWORKS, *FACTORIAL)
 BY_NAME = {condition.name: condition for condition in (*CONDITIONS, *FACTORIAL)}
 
 BEGINNING_OF = {
@@ -300,7 +304,7 @@ def quick(dataset: str) -> tuple[Condition, ...]:
 
 def quick_factorial(condition: Condition, dataset: str = "gtsrb") -> Condition:
     """A condition of the factorial as it is rehearsed."""
-    return dataclasses.replace(condition, clients=QUICK_CLIENTS, rounds=QUICK_ROUNDS, dataset=dataset)
+    return dataclasses.replace(condition, dataset=dataset, **TINY)  # type: ignore[arg-type]
 
 
 def chosen(conditions: Iterable[Condition], only: Iterable[str]) -> tuple[Condition, ...]:

@@ -179,7 +179,7 @@ def _per_repeat(results: Results, condition: str, name: str, measure: str) -> li
     if not results.has(condition, name):
         return []
     function = yardsticks.YARDSTICKS[measure]
-    return [function(results.array(condition, name, None, repeat)) for repeat in results.repeats(condition)]
+    return [function(results.array(condition, name, None, repeat)) for repeat in results.repeats(condition, name)]
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals_studies.reproduce.claims import Claim, Verdict, read, verdict_of
-from fedvitals_studies.reproduce.conditions import BY_NAME, FACTORIAL, OURS, READINGS, Condition, Reading
+from fedvitals_studies.reproduce.conditions import (
+    BY_NAME,
+    FACTORIAL,
+    OTHER_NETWORKS,
+    OURS,
+    READINGS,
+    SETTLING,
+    Condition,
+    Reading,
+)
 from fedvitals_studies.reproduce.results import Results, beginning
 
 REPEATS = 5  # of each cell
@@ -66,16 +75,29 @@ def as_the_papers(results: Results, reading: Reading) -> Results:
 
 
 def with_our_cells(results: Results) -> Results:
-    """The results in which cells of the factorial under our own reading stand for the paper's conditions.
+    """The results with what the factorial's cells under our own reading measured of the paper's conditions.
 
-    It is the same training, with each edge's loss on its clients' local tests. A condition is replaced once its cell
-    has as many repeats.
+    The same seed is the same training, up to rounding: a repeat that both have takes every series of its cell, and
+    keeps those that only the paper's condition measured.
     """
-    cells = as_the_papers(results, OURS)
-    names = [name for name in cells.conditions if len(cells.repeats(name)) >= len(results.repeats(name))]
-    ours = Results(run for name in names for run in cells.of(name))
-    kept = [run for run in results.all() if run["condition"] not in ours]
-    return Results([*kept, *ours.all()], results.pieces)
+    found = {(run["condition"], run["repeat"]): run for run in results.all()}
+    for cell in as_the_papers(results, OURS).all():
+        whose = cell["condition"], cell["repeat"]
+        if found.get(whose, cell)["rounds"] == cell["rounds"]:
+            found[whose] = {**cell, "series": {**found.get(whose, cell)["series"], **cell["series"]}}
+    return Results(found.values(), results.pieces)
+
+
+def main_results(results: Results) -> tuple[Results, Reading]:
+    """Return what the page shows first, and under which reading: the likeliest once its extended study is there, else
+    ours.
+    """
+    ours, best = with_our_cells(results), likeliest(results)
+    if best is None or best == OURS or not all(condition.name in results for condition in extended_of(best)):
+        return ours, OURS
+    under = as_the_papers(results, best)
+    kept = [run for run in ours.all() if run["condition"] not in under]
+    return Results([*kept, *under.all()], results.pieces), best
 
 
 def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
@@ -111,30 +133,36 @@ def standings(results: Results) -> list[Standing]:
     return sorted((each for each in found if each is not None), key=lambda each: each.order)
 
 
-def likeliest(results: Results) -> Reading | None:
-    """The reading that agrees best, once every one of the 64 cells has all its repeats; else None."""
+def likeliest(results: Results, repeats: int = REPEATS) -> Reading | None:
+    """The reading that agrees best of those with all repeats, once every one of the 64 cells has them; else None."""
     cells = [condition.name for condition in FACTORIAL if condition.study == "factorial"]
-    if not all(len(results.repeats(name)) >= REPEATS for name in cells):
+    if not all(len(results.repeats(name)) >= repeats for name in cells):
         return None
-    return standings(results)[0].reading
+    return next(each.reading for each in standings(results) if each.repeats >= repeats)
 
 
-def phases(folder: Path, small: Callable[[Condition], Condition]) -> Iterator[tuple[tuple[Condition, ...], int]]:
+def phases(
+    folder: Path, small: Callable[[Condition], Condition], repeats: int | None = None
+) -> Iterator[tuple[tuple[Condition, ...], int]]:
     """What is to be run, and how often, one phase after the other; the later ones depend on what the earlier gave.
 
-    The 64 cells; then an epoch as iteration in the eight cells of the reading that agrees best; then the extended study
-    under the likeliest. `small` makes a condition as large as it is run: the same, or a rehearsal's.
+    The paper's first weights in other networks, which take a minute; the 64 cells; the extended study under the reading
+    that agrees best, and under ours, beside it; then an epoch as iteration in the eight cells of that reading, which
+    takes longest; and the extended study again if this reading agrees better. `small` makes a condition as large as it
+    is run: the same, or a rehearsal's; `repeats`: of everything, instead of the usual.
     """
-    yield tuple(small(c) for c in FACTORIAL if c.study == "factorial"), REPEATS
-    best = likeliest(_read(folder, small))
+    cells, complete = repeats or REPEATS, repeats or COMPLETE_REPEATS
+    yield tuple(map(small, OTHER_NETWORKS)), complete
+    yield tuple(small(c) for c in FACTORIAL if c.study == "factorial"), cells
+    best = likeliest(_read(folder, small), cells)
     if best is None:
         return
-    by_epochs = Reading(best.pool, best.scale_pixels, best.keep_optimizer, epochs=True)
-    yield tuple(map(small, cells_of(by_epochs))), REPEATS
-    best = likeliest(_read(folder, small))
+    yield tuple(map(small, dict.fromkeys((*extended_of(best), *extended_of(OURS))))), complete
+    yield tuple(map(small, cells_of(dataclasses.replace(best, epochs=True)))), cells
+    best = likeliest(_read(folder, small), cells)
     if best is not None:
-        yield tuple(map(small, extended_of(best))), COMPLETE_REPEATS
+        yield tuple(map(small, extended_of(best))), complete
 
 
 def _read(folder: Path, small: Callable[[Condition], Condition]) -> Results:
-    return Results.read(folder, [small(condition) for condition in FACTORIAL])
+    return Results.read(folder, [small(condition) for condition in SETTLING])

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from fedvitals.report.markup import Block, Table, Text
 from fedvitals_studies.reproduce.claims import WORDS, read, verdict_of
-from fedvitals_studies.reproduce.conditions import FACTORIAL, OURS
+from fedvitals_studies.reproduce.conditions import FACTORIAL, OURS, Condition
 from fedvitals_studies.reproduce.factorial import (
     REPEATS,
     SCORED,
     Standing,
     as_the_papers,
+    cells_of,
     extended_of,
     likeliest,
     standings,
+    with_our_cells,
 )
+from fedvitals_studies.reproduce.parallel import PROCESSES, seconds_of
 from fedvitals_studies.reproduce.results import Results
 
 MARKS = {"reproduced": "●", "partly": "◐", "not": "○", "not testable": "∅", "not run": "–"}
@@ -37,15 +41,14 @@ def blocks(results: Results) -> list[Block]:
     cells = [condition.name for condition in FACTORIAL if condition.study == "factorial"]
     runs = sum(min(REPEATS, len(results.repeats(name))) for name in cells)
     whole = sum(name in results for name in cells)
-    shown: list[Block] = [Text(RULE)]
     seconds = sum(run["seconds"] for name in cells for run in results.of(name))
-    shown.append(
+    shown: list[Block] = [
+        Text(RULE),
         Text(
             f"Run so far: {runs} of {REPEATS * len(cells)} runs, {whole} of {len(cells)} cells; {seconds / 60:.0f} "
-            "minutes added up over the runs, eight of which shared a GPU at a time. `fedvitals reproduce factorial`, "
-            "or another piece, goes on with the rest."
-        )
-    )
+            f"minutes added up over the runs, {PROCESSES} of which shared a GPU at a time."
+        ),
+    ]
     if not ranked:
         return shown
     shown.append(_table(ranked))
@@ -60,6 +63,28 @@ def blocks(results: Results) -> list[Block]:
     else:
         shown.append(Text(f"**The likeliest setting: {best.words}.**"))
     return [*shown, *_changes(results, ranked)]
+
+
+def left(results: Results) -> str:
+    """What of the factorial has not been run, and how long it is expected to take, in words."""
+    best = likeliest(results)
+    if best is None:
+        missing = [(c, REPEATS - len(results.repeats(c.name))) for c in FACTORIAL if c.study == "factorial"]
+        runs = sum(max(0, count) for _, count in missing)
+        return (
+            f"{runs} of the factorial's {REPEATS * len(missing)} runs, about {_minutes(missing)} minutes of an H200; "
+            "after them the extended study under the reading that agrees best, and an epoch as iteration in its eight "
+            "cells, at twenty times the work of a cell. `fedvitals reproduce factorial` runs them (docs/gpu.md)."
+        )
+    epochs = [(c, REPEATS - len(results.repeats(c.name))) for c in cells_of(dataclasses.replace(best, epochs=True))]
+    runs = sum(max(0, count) for _, count in epochs)
+    if not runs:
+        return "nothing of the factorial is left."
+    return f"{runs} runs in which an epoch is an iteration, about {_minutes(epochs)} minutes of an H200."
+
+
+def _minutes(missing: Sequence[tuple[Condition, int]]) -> str:
+    return f"{sum(seconds_of(cell) * max(0, count) for cell, count in missing) / PROCESSES / 60:.0f}"
 
 
 def _table(ranked: Sequence[Standing]) -> Table:
@@ -86,10 +111,10 @@ def _changes(results: Results, ranked: Sequence[Standing]) -> list[Block]:
         if before[other.claim.id] != other.verdict
     ]
     if all(condition.name in results for condition in extended_of(best.reading)):
-        under = as_the_papers(results, best.reading)
+        under, own = as_the_papers(results, best.reading), with_our_cells(results)
         for claim in read()[0]:
             if not claim.id.startswith(SCORED):
-                here, there = verdict_of(claim, results).verdict, verdict_of(claim, under).verdict
+                here, there = verdict_of(claim, own).verdict, verdict_of(claim, under).verdict
                 rows += [(claim.id, claim.says, WORDS[here], WORDS[there])] if here != there else []
     if not rows:
         return [Text("No verdict of the initial study changes under it.")]

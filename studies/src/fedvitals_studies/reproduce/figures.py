@@ -137,7 +137,8 @@ def _edges(clipped: str, *shown: tuple[str, str]) -> Panels:
         found = []
         for repeat in results.repeats(condition):
             for name, words in shown:
-                edges = results.keys(condition, name) if results.has(condition, name) else ()
+                measured = results.has(condition, name) and repeat in results.repeats(condition, name)
+                edges = results.keys(condition, name) if measured else ()
                 drawn = tuple(
                     Line(edge, results.array(condition, name, edge, repeat)[None], COLOURS[place % len(COLOURS)])
                     for place, edge in enumerate(edges)

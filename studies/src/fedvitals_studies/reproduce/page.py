@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
-from fedvitals_studies.reproduce import clusters, factorial_page, gsc_readings, one_run, rows
+from fedvitals_studies.reproduce import clusters, factorial_page, gsc_readings, one_run, rows, scale_alarms
 from fedvitals_studies.reproduce import extra_conditions as beyond
-from fedvitals_studies.reproduce import verdicts as standings
+from fedvitals_studies.reproduce import verdicts as by_sentence
 from fedvitals_studies.reproduce.claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
-from fedvitals_studies.reproduce.conditions import CONDITIONS
-from fedvitals_studies.reproduce.factorial import with_our_cells
+from fedvitals_studies.reproduce.conditions import CONDITIONS, OURS, Reading
+from fedvitals_studies.reproduce.factorial import main_results, standings, with_our_cells
 from fedvitals_studies.reproduce.figures import FIGURES, Drawn, Figure, coverage, draw, write
 from fedvitals_studies.reproduce.results import Results, as_json, busy, objections
 
@@ -28,6 +28,13 @@ PAPER = (
     "Bogacka, Danilenka, Wasielewska-Michniewska, «Gradient scale monitoring for federated learning systems», "
     "JAMRIS 3/2024"
 )
+HISTORY = (
+    "The first criteria stood before the first run. Those that turned out to be empty were replaced after the runs "
+    "shown here and before any run of the factorial: local-test losses instead of batch losses (1.6 to 2.1), "
+    "aggregated instead of server accuracy (1.1 to 2.4), the gradient of the whole training set instead of that of the "
+    "last mini-batch (5.1 to 5.14)."
+)
+SMALL_STUDIES = (gsc_readings, one_run, clusters, scale_alarms)
 SEEDS = 5  # that a verdict is to rest on
 MARKS = {"reproduced": "●", "partly": "◐", "not": "○", "not testable": "∅", "not run": "–"}
 SIGNS = {"at least": "≥", "at most": "≤"}
@@ -42,6 +49,8 @@ class Outcome:
     objections: tuple[str, ...]  # empty: a reproduction
     done: int  # of the paper's conditions
     files: tuple[Path, ...]
+    reading: Reading = OURS  # of what the paper leaves open
+    ours: tuple[Verdict, ...] = ()  # under our own reading, where that is another
 
     @property
     def standing(self) -> str:
@@ -66,11 +75,13 @@ def standing(done: int, against: Sequence[str]) -> str:
 
 def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
     """Writes README.md, index.html, verdicts.json and the figures; gives what the results come to."""
-    everything, results = results, with_our_cells(results)
+    everything, (results, reading) = results, main_results(results)
+    ours = with_our_cells(everything)
     found = verdicts(results, claims)
     studied = [result for name in STUDIED for result in results.of(name)]
     done = sum(name in results for name in STUDIED)
-    pictures = {figure.name: draw(figure, results) for figure in (*FIGURES, *beyond.BEYOND_FIGURES)}
+    pictures = {figure.name: draw(figure, results) for figure in FIGURES}
+    pictures |= {figure.name: draw(figure, ours) for figure in beyond.BEYOND_FIGURES}
     for name, drawn in pictures.items():
         if drawn is None:
             for ending in ("svg", "json"):  # of an earlier page: it would show what is no longer there
@@ -79,11 +90,27 @@ def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
             write(drawn, folder / "figures")
     against = tuple(objections(studied))
     files = tuple(folder / name for name in ("README.md", "index.html", "verdicts.json"))
-    outcome = Outcome(tuple(found), against, done, files)
+    beside_it = tuple(verdicts(ours, claims)) if reading != OURS else ()
+    outcome = Outcome(tuple(found), against, done, files, reading, beside_it)
     costs = folder / "costs.json"
     measured = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None
-    beside = {study: study.table(rows.read(folder / study.FILE)) for study in (gsc_readings, one_run, clusters)}
-    blocks = _blocks(results, outcome, pictures, read(claims)[1], measured, factorial_page.blocks(everything), beside)
+    beside = {study: study.table(rows.read(folder / study.FILE)) for study in SMALL_STUDIES}
+    choices, others = read(claims)[1], [each for each in standings(everything) if each.reading != reading]
+    sentences = by_sentence.sentences(outcome.verdicts, ours, choices, others)
+    blocks = [
+        *_opening(outcome, sentences, factorial_page.left(everything)),
+        Heading(2, "Every sentence of the paper"),
+        *by_sentence.blocks(sentences),
+        Heading(2, "The factorial: which reading agrees with the whole initial study"),
+        *factorial_page.blocks(everything),
+        *_in_detail(outcome, pictures, ours, choices, measured, beside),
+        Heading(2, "How it was run"),
+        Points(tuple(f"{what}: {words}" for what, words in _facts(results, outcome, studied).items())),
+        Text(HISTORY),
+        beyond.run_table(ours),
+        Heading(2, "How to run it again"),
+        *_again(),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     files[0].write_text(markdown(blocks), encoding="utf-8")
     files[1].write_text(page(blocks, f"fedvitals: {outcome.standing}"), encoding="utf-8")
@@ -95,6 +122,7 @@ def as_facts(outcome: Outcome) -> dict[str, Any]:
     """The verdicts with their numbers, for programs."""
     return {
         "standing": outcome.standing,
+        "under": outcome.reading.words,
         "reproduction": bool(outcome.done) and not outcome.objections,
         "objections": list(outcome.objections),
         "conditions": {"done": outcome.done, "of": len(STUDIED)},
@@ -119,72 +147,65 @@ def _check_facts(each: Measured) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _blocks(
-    results: Results,
-    outcome: Outcome,
-    pictures: dict[str, Drawn | None],
-    choices: Sequence[Choice],
-    costs: Mapping[str, Any] | None,
-    factorial: Sequence[Block],
-    small_studies: Mapping[ModuleType, Table | None],
-) -> list[Block]:
-    shown = {study: [table] if table is not None else [] for study, table in small_studies.items()}
+def _opening(outcome: Outcome, sentences: Sequence[by_sentence.Sentence], left: str) -> list[Block]:
+    """Return the first screen: what this is, what holds and what does not, what was not run, on how many seeds."""
+    ours = " (ours)" if outcome.reading == OURS else ", with our own choices beside it"
     blocks: list[Block] = [
         Heading(1, f"Gradient scale monitoring: {outcome.standing[0].lower()}{outcome.standing[1:]}"),
-        *_opening(results, outcome),
-        Heading(2, "What holds, what depends on choices, what does not hold"),
-        *standings.blocks(standings.sentences(outcome.verdicts, results, choices)),
-        Heading(2, "The factorial: which reading agrees with the whole initial study"),
-        *factorial,
-        Heading(2, "The claims"),
-        _summary(outcome),
-        *shown[gsc_readings],
-        Heading(2, "The figures"),
-    ]
-    for figure in FIGURES:
-        blocks += _figure(figure, pictures[figure.name], outcome)
-    blocks.append(Heading(2, "Beyond the paper"))
-    blocks += beyond.setting_tables(results)
-    for figure in beyond.BEYOND_FIGURES:
-        blocks += _figure(figure, pictures[figure.name], outcome)
-    blocks += [
-        standings.whole_set_table(results),
-        beyond.model_table(results),
-        *shown[one_run],
-        *shown[clusters],
-        Heading(2, "Where the paper is silent"),
-        beyond.sensitivity_table(results, choices),
-        Heading(2, "What the metrics cost"),
-        beyond.cost_table(costs),
-        Heading(2, "All runs"),
-        beyond.run_table(results),
-        Heading(2, "How to run it again"),
-        *_again(),
-    ]
-    return blocks
-
-
-def _opening(results: Results, outcome: Outcome) -> list[Block]:
-    studied = [result for name in STUDIED for result in results.of(name)]
-    blocks: list[Block] = [
         Text(
-            f"The paper: {PAPER}. No code was published for it; this is what our own gives. Verdicts, figures and "
-            "tables are computed by the criteria in `claims.toml`, none is written by hand. The first criteria stood "
-            "before the first run. Those that turned out to be empty were replaced after the runs shown here and "
-            "before any run of the factorial: local-test losses instead of batch losses (1.6 to 2.1), aggregated "
-            "instead of server accuracy (1.1 to 2.4), the gradient of the whole training set instead of "
-            "the last mini-batch's (5.1 to 5.14)."
-        )
+            f"We repeated the experiments of {PAPER}, for which no code was published, and tested every sentence in "
+            "which the paper describes a result. Its text leaves several settings open. The verdicts here are for this "
+            f"reading of it: {outcome.reading.words}{ours}. All verdicts, figures and tables are computed by the "
+            "criteria in `claims.toml`; none is written by hand."
+        ),
     ]
     if outcome.objections:
         reasons = "; ".join(outcome.objections)
         blocks.append(Text(f"**{outcome.standing}**: {reasons}. What follows shows only that the machinery works."))
-    if studied:
-        blocks.append(Points(tuple(f"{what}: {said}" for what, said in _facts(results, outcome, studied).items())))
-    said = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
-    blocks.append(Text(f"**Of {len(outcome.verdicts)} checked readings: {said}.**"))
-    blocks.append(Text(_seeds(outcome)))
-    return blocks
+    counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
+    return [
+        *blocks,
+        Heading(2, "In short"),
+        *by_sentence.in_short(sentences),
+        Text(f"**Not run:** {left}"),
+        Text(_seeds(outcome)),
+        Text(
+            f"Where the paper's words allow two readings, both are judged: {len(outcome.verdicts)} criteria in all, "
+            f"{counts}."
+        ),
+    ]
+
+
+def _in_detail(
+    outcome: Outcome,
+    pictures: Mapping[str, Drawn | None],
+    ours: Results,
+    choices: Sequence[Choice],
+    costs: Mapping[str, Any] | None,
+    small_studies: Mapping[ModuleType, Table | None],
+) -> list[Block]:
+    """Return the claims with their numbers, the figures, and what goes beyond the paper."""
+    shown = {study: [table] if table is not None else [] for study, table in small_studies.items()}
+    blocks: list[Block] = [Heading(2, "The claims"), _summary(outcome), *shown[gsc_readings]]
+    blocks.append(Heading(2, "The figures"))
+    for figure in FIGURES:
+        blocks += _figure(figure, pictures[figure.name], outcome)
+    blocks.append(Heading(2, "Beyond the paper"))
+    blocks += beyond.setting_tables(ours)
+    for figure in beyond.BEYOND_FIGURES:
+        blocks += _figure(figure, pictures[figure.name], outcome)
+    return [
+        *blocks,
+        by_sentence.whole_set_table(ours),
+        beyond.model_table(ours),
+        *shown[one_run],
+        *shown[clusters],
+        *shown[scale_alarms],
+        Heading(2, "Where the paper is silent"),
+        beyond.sensitivity_table(ours, choices),
+        Heading(2, "What the metrics cost"),
+        beyond.cost_table(costs),
+    ]
 
 
 def _seeds(outcome: Outcome) -> str:
@@ -193,8 +214,8 @@ def _seeds(outcome: Outcome) -> str:
     enough = sum(verdict.repeats >= SEEDS for verdict in judged)
     fewest = _span([verdict.repeats for verdict in judged]) if judged else "0"
     return (
-        f"Seeds, one for each repeat, stand beside every claim. Of {len(judged)} verdicts that could fall either way, "
-        f"{enough} rest on {SEEDS} seeds or more (the bar: all); the seeds of a verdict are {fewest}."
+        f"**Seeds:** of {len(judged)} verdicts that could fall either way, {enough} rest on {SEEDS} seeds or more (the "
+        f"bar: all). A verdict rests on {fewest} seeds."
     )
 
 
@@ -254,6 +275,7 @@ def _listed(words: Iterable[object]) -> str:
 
 
 def _summary(outcome: Outcome) -> Table:
+    ours = {verdict.claim.id: verdict for verdict in outcome.ours}
     rows = tuple(
         (
             verdict.claim.id,
@@ -262,12 +284,14 @@ def _summary(outcome: Outcome) -> Table:
             f"{MARKS[verdict.verdict]} {verdict.word}",
             "<br>".join([*map(_numbers, verdict.measured), *_notes(verdict)]),
             str(verdict.repeats),
+            *([f"{MARKS[ours[verdict.claim.id].verdict]} {ours[verdict.claim.id].word}"] if ours else []),
         )
         for verdict in outcome.verdicts
     )
+    head = ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "seeds")
     return Table(
-        "What the paper says, and what we see",
-        ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "seeds"),
+        "The paper's claims and their verdicts",
+        (*head, *(["with our choices"] if ours else [])),
         rows,
         "● all checks in all repeats; ◐ some, or only the easier threshold; ○ none; ∅ not testable: the checks could "
         "only pass, or only fail; – not run. A reading is named where the paper's words allow two.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factorial's cells in several processes on one GPU, each with its own cells, so that none is run twice.
+"""A phase of the factorial in several processes on one GPU, each with its own cells, so that none is run twice.
 
 A run without pooling keeps a GPU busy for 22 s alone, and for 70 to 100 s when eight share it: eight at once are twice
 as quick. What is left is dealt out anew in each piece by its expected seconds, so that all end at about the same time.
@@ -14,20 +14,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedvitals_studies.packs.gpu_sharing import shared
+from fedvitals_studies.reproduce.conditions import Condition
 from fedvitals_studies.reproduce.study import Job
 
 PROCESSES = 8
+ROUNDS = 25
 SECONDS = {(True, False): 13.0, (True, True): 50.0, (False, False): 70.0, (False, True): 100.0}
-"""Of a run when eight share an H200, by whether it pools and whether every iteration is measured."""
+"""Of a run of 25 rounds when eight share an H200, by whether it pools and whether every iteration is measured."""
+
+
+def seconds_of(condition: Condition) -> float:
+    """Return the seconds that a run is expected to take when eight share the GPU."""
+    usual = SECONDS[condition.pool != "none", condition.every_iteration]
+    return usual * condition.batches * condition.rounds / ROUNDS
 
 
 def shares(todo: Sequence[Job]) -> dict[str, tuple[str, ...]]:
     """Return the cells of each process, by a name for its folder: the longest first, each to who has least to do."""
     left: dict[str, float] = {}
     for job in todo:
-        condition = job.condition
-        seconds = SECONDS[condition.pool != "none", condition.every_iteration]
-        left[condition.name] = left.get(condition.name, 0.0) + seconds
+        left[job.condition.name] = left.get(job.condition.name, 0.0) + seconds_of(job.condition)
     cells: list[list[str]] = [[] for _ in range(min(PROCESSES, len(left)))]
     busy = [0.0] * len(cells)
     for name in sorted(left, key=lambda name: -left[name]):

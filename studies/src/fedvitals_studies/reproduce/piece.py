@@ -18,7 +18,7 @@ from fedvitals.errors import ConfigError
 from fedvitals_studies.reproduce import bundle
 from fedvitals_studies.reproduce.conditions import (
     CONDITIONS,
-    FACTORIAL,
+    SETTLING,
     Condition,
     chosen,
     quick,
@@ -46,11 +46,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dataset", default="gtsrb", help="of a rehearsal")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--arrays", action="store_true", help="watch as on a GPU, wherever it is")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal: 10 clients, 6 rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a rehearsal: 10 clients, 6 rounds; of the factorial 4 and 4"
+    )
     parser.add_argument("--data", type=Path, default=None)
     parser.add_argument("--work", type=Path, default=None, help="where results stay here; by default beside the code")
     parser.add_argument("--merged", action="store_true", help="earlier results are in the work folder already")
-    parser.add_argument("--together", action="store_true", help="the factorial's cells in eight processes at a time")
+    parser.add_argument("--together", action="store_true", help="the factorial in eight processes at a time")
     given = parser.parse_args(arguments)
     try:
         return _run(given)
@@ -62,17 +64,19 @@ def main(arguments: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     began = time.time()
     small = (lambda c: quick_factorial(c, options.dataset)) if options.quick else (lambda c: c)
-    everything = (*(quick(options.dataset) if options.quick else CONDITIONS), *map(small, FACTORIAL))
+    own = quick(options.dataset) if options.quick else CONDITIONS
+    everything = tuple(dict.fromkeys((*own, *map(small, SETTLING))))
     work = options.work or Path(sys.argv[0]).resolve().parent.parent / "work"
     if not options.merged:
         packed = Path(sys.argv[0]).resolve().parent / bundle.DONE
         have = [packed, *options.have] if packed.exists() and not options.quick else options.have
         bundle.merge(work, have, everything)
     if options.together:
-        cells = [c for c in map(small, FACTORIAL) if c.study == "factorial"]
-        left = plan(work, chosen(cells, options.only), options.repeats or REPEATS, options.device).todo
-        if left:  # else what follows from the cells, which is short
-            return run_shares(sys.argv[0], _of_a_share(options, work), options.out, left)
+        for conditions, usual in _phases(options, work, everything, small):
+            repeats = options.repeats or usual
+            left = plan(work, conditions, repeats, options.device).todo
+            if left:  # what follows depends on it
+                return run_shares(sys.argv[0], _of_a_share(options, work, repeats), options.out, left)
     piece = Piece(options.out / f"results-{int(began)}.json.gz")
     failed: list[str] = []
     try:
@@ -94,11 +98,10 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _of_a_share(options: argparse.Namespace, work: Path) -> list[str]:
+def _of_a_share(options: argparse.Namespace, work: Path, repeats: int) -> list[str]:
     """The arguments of each of several processes, but for its cells and its folder."""
     words = ["--study", "factorial", "--merged", "--work", str(work)]
-    words += ["--minutes", str(options.minutes), "--device", str(options.device)]
-    words += ["--repeats", str(options.repeats)] if options.repeats else []
+    words += ["--minutes", str(options.minutes), "--device", str(options.device), "--repeats", str(repeats)]
     words += ["--quick", "--dataset", str(options.dataset)] if options.quick else []
     words += ["--arrays"] if options.arrays else []
     return words + (["--data", str(options.data)] if options.data is not None else [])
@@ -109,7 +112,7 @@ def _phases(
 ) -> Iterable[tuple[Sequence[Condition], int]]:
     """What is run, and how often: what was named, or all of the study."""
     if options.study == "factorial" and not options.only:
-        return phases(work, small)
+        return phases(work, small, options.repeats)
     repeats = REPEATS if options.study == "factorial" else 3
     own = everything if options.only else quick(options.dataset) if options.quick else CONDITIONS
     conditions = chosen(own, options.only)

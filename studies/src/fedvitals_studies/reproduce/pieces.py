@@ -11,17 +11,16 @@ from pathlib import Path
 
 from fedvitals.errors import ConfigError
 from fedvitals_studies.reproduce import bundle
-from fedvitals_studies.reproduce.conditions import FACTORIAL, Condition
+from fedvitals_studies.reproduce.conditions import SETTLING, Condition
 from fedvitals_studies.reproduce.factorial import phases
 from fedvitals_studies.reproduce.study import plan
 
-CELLS_AND_WHAT_FOLLOWS = {condition.study for condition in FACTORIAL}
 ARGUMENTS = "--study factorial --together"
 
 
 def runs_left(folder: Path, small: Callable[[Condition], Condition], repeats: int | None = None) -> int:
     """Return how many runs of the phases that are known so far are not in a folder."""
-    return sum(len(plan(folder, some, repeats or usual).todo) for some, usual in phases(folder, small))
+    return sum(len(plan(folder, some, each).todo) for some, each in phases(folder, small, repeats))
 
 
 def run_pieces(
@@ -38,8 +37,9 @@ def run_pieces(
     The command finds the pack in $PACK, the arguments of its run.py in $PIECE, and puts results into $OUT. A piece that
     brings nothing ends it with ConfigError: what is merged stays, and the same call goes on.
     """
+    names = {condition.name for condition in SETTLING}
     while (count := left()) > 0:
-        bundle.write_done(code / bundle.DONE, folder, [c for c in expected if c.study in CELLS_AND_WHAT_FOLLOWS])
+        bundle.write_done(code / bundle.DONE, folder, [c for c in expected if c.name in names])
         tell(f"{count} runs left.")
         with tempfile.TemporaryDirectory() as out:
             there = {**os.environ, "PACK": str(code.parent), "PIECE": arguments, "OUT": out}

@@ -223,13 +223,17 @@ class Results:
     def all(self) -> list[Result]:
         return [result for condition in self._found for result in self.of(condition)]
 
-    def repeats(self, condition: str) -> tuple[int, ...]:
-        return tuple(sorted(self._found.get(condition, {})))
+    def repeats(self, condition: str, name: str | None = None, key: str | None = None) -> tuple[int, ...]:
+        """Its repeats; with a name, those that have the series."""
+        there = sorted(self._found.get(condition, {}).items())
+        if name is None:
+            return tuple(repeat for repeat, _ in there)
+        series = [(repeat, run["series"].get(name)) for repeat, run in there]
+        return tuple(repeat for repeat, values in series if values and (key is None or key in values))
 
     def has(self, condition: str, name: str, key: str | None = None) -> bool:
-        """Whether all its repeats have the series, and some number in it."""
-        there = [result["series"].get(name) for result in self.of(condition)]
-        if not there or not all(values and (key is None or key in values) for values in there):
+        """Whether some repeat has the series, and some number in it."""
+        if not self.repeats(condition, name, key):
             return False
         return bool(np.isfinite(self.stack(condition, name, key)).any())
 
@@ -241,13 +245,13 @@ class Results:
         return np.array(values, dtype=np.float64)  # null becomes NaN
 
     def stack(self, condition: str, name: str, key: str | None = None) -> Floats:
-        """All repeats: [repeats, points]."""
-        return np.stack([self.array(condition, name, key, repeat) for repeat in self.repeats(condition)])
+        """All repeats that have the series: [repeats, points]."""
+        return np.stack([self.array(condition, name, key, repeat) for repeat in self.repeats(condition, name, key)])
 
     def keys(self, condition: str, name: str) -> tuple[str, ...]:
         """The parts of a series: layers or edges."""
-        values = self.of(condition)[0]["series"].get(name)
-        return tuple(values) if isinstance(values, Mapping) else ()
+        found = [run["series"].get(name) for run in self.of(condition)]
+        return next((tuple(values) for values in found if isinstance(values, Mapping)), ())
 
 
 def objections(results: Iterable[Result]) -> list[str]:

@@ -4,12 +4,12 @@
 `python -m fedvitals_studies.reproduce.scale_alarms FOLDER [--seeds 6] [--minutes 8]`: networks that train well, each
 several times with its own seed and with learning rates a factor of 10 apart, one store for each network, so that every
 run is also compared with the ones before it. Then the paper's exploding and vanishing first weights in the same
-stores. It goes on where it was stopped, and prints alarms per 100 healthy rounds.
+stores. It goes on where it was stopped; the page of the reproduction shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fedvitals import lab
 from fedvitals.diagnosis.detectors.gradient_scale import DETECTORS
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.presets import Preset, preset
+from fedvitals.report.markup import Table
 from fedvitals_studies.faultbank.intervals import poisson_rate
 from fedvitals_studies.reproduce import rows as rows_of_study
 from fedvitals_studies.reproduce.paper_weights import PaperWeights
@@ -33,6 +34,7 @@ NETWORKS: dict[str, tuple[Any, Any]] = {
     "GTSRB, the paper's CNN": (lab.gtsrb(samples=1200, test_samples=100), lab.paper_cnn(channels=(16, 32))),
 }
 ILL = ("exploding", "vanishing")
+ALL = "all"
 
 
 def run(folder: Path, network: str, kind: str, seed: int) -> dict[str, Any]:
@@ -63,22 +65,26 @@ def run(folder: Path, network: str, kind: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_words(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the figures: alarms of healthy rounds, and the ill runs that were seen."""
-    healthy, ill = ([row for row in rows if (row["kind"] == "healthy") == want] for want in (True, False))
-    rounds, alarms = sum(row["rounds"] for row in healthy), sum(len(row["alarms"]) for row in healthy)
-    seen = sum(bool(row["alarms"]) for row in ill)
-    rate = poisson_rate(alarms, rounds)
-    per_network = [
-        f"{network}: {sum(len(row['alarms']) for row in healthy if row['network'] == network)}, "
-        f"{sum(bool(row['alarms']) for row in ill if row['network'] == network)} of "
-        f"{sum(row['network'] == network for row in ill)}"
-        for network in NETWORKS
-    ]
-    return (
-        f"{alarms} alarms in {rounds} healthy rounds of {len(healthy)} runs: {rate.value:.2f} per "
-        f"100 (95 %: {rate.low:.2f} to {rate.high:.2f}); {seen} of {len(ill)} ill runs seen. "
-        "By network, alarms and ill runs seen: " + "; ".join(per_network) + "."
+def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Return alarms in healthy rounds and the ill runs that were seen, by network and in all."""
+    if not rows:
+        return None
+    lines = []
+    for network in (*NETWORKS, ALL):
+        own = [row for row in rows if network in (row["network"], ALL)]
+        healthy, ill = ([row for row in own if (row["kind"] == "healthy") == want] for want in (True, False))
+        rounds, alarms = sum(row["rounds"] for row in healthy), sum(len(row["alarms"]) for row in healthy)
+        rate = poisson_rate(alarms, rounds) if rounds else None
+        words = f"{rate.value:.2f} [{rate.low:.2f}, {rate.high:.2f}]" if rate else "–"
+        seen = f"{sum(bool(row['alarms']) for row in ill)} of {len(ill)}" if ill else "–"
+        lines.append((network, str(len(healthy)), str(rounds), str(alarms), words, seen))
+    return Table(
+        "False alarms of the detector on the gradient scale",
+        ("network", "healthy runs", "rounds", "alarms", "alarms in 100 rounds, 95 % interval", "ill runs seen"),
+        tuple(lines),
+        "The detector compares the gradient scale with the run's own past and with earlier runs of the same model in "
+        "the store. Healthy runs have learning rates that differ by a factor of 10. Ill runs begin with the paper's "
+        "exploding or vanishing weights. `python -m fedvitals_studies.reproduce.scale_alarms FOLDER`.",
     )
 
 
@@ -90,7 +96,8 @@ def main() -> None:
     wanted = [(n, "healthy", seed) for seed in range(chosen.seeds) for n in NETWORKS]
     wanted += [(n, kind, 100 + place) for n in NETWORKS for place, kind in enumerate(ILL)]
     left = [(chosen.folder, *each) for each in wanted if each not in there]
-    print(in_words(rows_of_study.go_on(path, left, run, chosen.minutes)))  # noqa: T201 - a study that is run by hand
+    shown = table(rows_of_study.go_on(path, left, run, chosen.minutes))
+    print(shown.rows[-1] if shown else "Nothing was run.")  # noqa: T201 - a study that is run by hand
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the paper's sentences hold, which depend on what the paper does not say, and which do not hold.
 
-Computed: a sentence depends on a reading where its readings get different verdicts, and on a choice where the same
-criterion, held against runs with another choice, gives another verdict than against ours cut to as many rounds.
+Computed: a sentence depends on a reading of its words where these get different verdicts; on a choice where the same
+criterion, held against runs with another choice, gives another verdict than against ours cut to as many rounds; and on
+a reading of the whole setting where that sentence of the initial study fares better or worse under another one.
 """
 
 from __future__ import annotations
@@ -14,16 +15,32 @@ from dataclasses import dataclass
 from fedvitals.report.markup import Block, Points, Table, Text
 from fedvitals_studies.reproduce.claims import WORDS, Choice, Claim, Verdict, verdict_of
 from fedvitals_studies.reproduce.conditions import BY_NAME, SCENARIOS, TOPOLOGIES
+from fedvitals_studies.reproduce.factorial import POINTS, Standing
 from fedvitals_studies.reproduce.results import Result, Results, beginning
 
 ONLY_IN_BASELINE = {"slope", "clip_by"}  # LeakyReLU and clipping: neither of the other scenarios has them
 KINDS = {
     "holds": "These hold",
-    "partly": "These hold in part: some repeats, some checks, or only the easier threshold",
-    "depends": "These depend on choices that the paper does not give",
+    "partly": "These hold in part: in some repeats, in some checks, or only by the easier threshold",
+    "depends": "These depend on choices that the paper leaves open",
     "not": "These do not hold",
-    "not testable": "These cannot be tested: by construction, or because what they are about did not occur",
-    "not run": "These were not run",
+    "not testable": "These cannot be tested: no result could decide them, or what they describe never happened here",
+    "not run": "These have not been run",
+}
+COLUMNS = {
+    "holds": "holds",
+    "partly": "holds in part",
+    "depends": "depends on open choices",
+    "not": "does not hold",
+    "not testable": "cannot be tested",
+    "not run": "not run",
+}
+TOPICS = {  # by the number before the point of a claim's id
+    "1": "Training without clipping, Figures 6 to 8",
+    "2": "Training with clipping, Figures 9 to 11",
+    "3": "Accuracy in the three scenarios, Figures 12 to 17",
+    "4": "Gradient scale (GSC), Figures 18 to 20",
+    "5": "Average gradient of each layer, Figures 21 to 29",
 }
 
 
@@ -37,7 +54,8 @@ class Change:
 
     @property
     def words(self) -> str:
-        return f"{self.choice.what}: {self.choice.other}: {WORDS[self.other]} (ours, cut alike: {WORDS[self.ours]})"
+        ours = f"our choice over as many rounds: {WORDS[self.ours]}"
+        return f"{self.choice.what}: {self.choice.other}: {WORDS[self.other]} ({ours})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +65,36 @@ class Sentence:
     readings: tuple[Verdict, ...]
     changes: tuple[tuple[Change, ...], ...]  # of each reading
     tried: int  # other choices that it could be held against
+    elsewhere: tuple[tuple[str, str], ...] = ()  # other readings of the setting, and the verdict under each
 
     @property
     def kind(self) -> str:
         found = {each.verdict for each in self.readings if each.verdict not in ("not run", "not testable")}
+        if len(found) > 1 or any(self.changes) or self._fares_otherwise:
+            return "depends"
         if not found:
             return self.readings[0].verdict
-        if len(found) > 1 or any(self.changes):
-            return "depends"
         return {"reproduced": "holds"}.get(*found, *found)
+
+    @property
+    def _here(self) -> str:
+        """The best verdict of its readings."""
+        return max((each.verdict for each in self.readings), key=_points)
+
+    @property
+    def _fares_otherwise(self) -> bool:
+        return self._here != "not run" and any(_points(word) != _points(self._here) for _, word in self.elsewhere)
+
+    @property
+    def _words_elsewhere(self) -> str:
+        """The verdicts under other readings of the setting: those that fare otherwise by name, the rest as a number."""
+        if not self.elsewhere or self._here == "not run":
+            return ""
+        other = [(name, word) for name, word in self.elsewhere if _points(word) != _points(self._here)]
+        same = len(self.elsewhere) - len(other)
+        named = [f"{WORDS[word]} with {name}" for name, word in other]
+        named += [f"no better and no worse under {same} other{'s' if other and same > 1 else ''}"] if same else []
+        return f" In the factorial: {'; '.join(named)}{'' if other else ' reading' + 's' * (same > 1)}."
 
     @property
     def words(self) -> str:
@@ -65,7 +104,7 @@ class Sentence:
             readings = "; ".join(f"{each.claim.reading or 'ours'} {each.word}" for each in self.readings)
             said += f" By reading: {readings}."
         elif self.kind == "depends":
-            said += f" Ours: {self.readings[0].word}."
+            said += f" Here: {self.readings[0].word}."
         for each, changes in zip(self.readings, self.changes, strict=True):
             if changes:
                 reading = _of(each) if len(self.readings) > 1 else ""
@@ -75,16 +114,23 @@ class Sentence:
         )
         said += "".join(f" Not run{_of(each)}: {each.lacking}." for each in self.readings if each.verdict == "not run")
         if self.tried and not any(self.changes):
-            said += f" {self.tried} other choices tried: the same."
-        return said
+            said += f" The same with {self.tried} other choices."
+        return said + self._words_elsewhere
+
+
+def _points(verdict: str) -> float:
+    return POINTS.get(verdict, -1.0 if verdict == "not run" else 0.0)
 
 
 def _of(verdict: Verdict) -> str:
     return f" [{verdict.claim.reading}]" if verdict.claim.reading else ""
 
 
-def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice]) -> list[Sentence]:
-    """All of them, in the paper's order."""
+def sentences(
+    verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice], standings: Iterable[Standing] = ()
+) -> list[Sentence]:
+    """All of them, in the paper's order; `standings`: of the other readings of the whole setting."""
+    under = [(each.reading.words, {v.claim.id: v.verdict for v in each.verdicts}) for each in standings]
     groups: dict[str, list[Verdict]] = {}
     by_id = {each.claim.id: each.claim for each in verdicts}
     for each in verdicts:
@@ -98,21 +144,44 @@ def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[C
             tuple(change for change in row if change is not None and change.ours != change.other) for row in looked
         )
         tried = len({change.choice.what for row in looked for change in row if change is not None})
-        found.append(Sentence(tuple(readings), changes, tried))
+        ids = [each.claim.id for each in readings]
+        elsewhere = [
+            (name, max((word[i] for i in ids if i in word), key=_points, default="not run")) for name, word in under
+        ]
+        there = tuple((name, word) for name, word in elsewhere if word != "not run")
+        found.append(Sentence(tuple(readings), changes, tried, there))
     return found
 
 
+def in_short(sentences: Sequence[Sentence]) -> list[Block]:
+    """Return the sentences by what became of them, one row for each part of the paper; and the clear ones in words."""
+    rows = []
+    for number, topic in TOPICS.items():
+        own = [each for each in sentences if each.readings[0].claim.id.partition(".")[0] == number]
+        by_kind = [[each.readings[0].claim.id for each in own if each.kind == kind] for kind in COLUMNS]
+        rows.append((topic, *(", ".join(ids) or "–" for ids in by_kind)))
+    counts = [sum(each.kind == kind for each in sentences) for kind in COLUMNS]
+    rows.append((f"all {len(sentences)} sentences", *map(str, counts)))
+    table = Table(
+        "Which sentences of the paper hold",
+        ("part of the paper", *COLUMNS.values()),
+        tuple(rows),
+        "«Holds»: all checks pass in all repeats. «In part»: some do, or only the easier threshold is reached. "
+        "«Depends»: another choice where the paper is silent, or another reading of its words, gives another verdict. "
+        "«Cannot be tested»: no result could decide it, or what it describes never happened in our runs. The sentences "
+        "are below.",
+    )
+    clear = [
+        f"**{title}:** " + " ".join(f"«{each.readings[0].claim.says}»" for each in sentences if each.kind == kind)
+        for kind, title in (("holds", "Holds"), ("not", "Does not hold"))
+        if any(each.kind == kind for each in sentences)
+    ]
+    return [table, Points(tuple(clear))] if clear else [table]
+
+
 def blocks(sentences: Sequence[Sentence]) -> list[Block]:
-    """For the top of the page."""
-    counts = ", ".join(
-        f"{sum(s.kind == kind for s in sentences)} {word}"
-        for kind, word in (
-            ("holds", "hold"), ("partly", "hold in part"), ("depends", "depend on what the paper leaves open"),
-            ("not", "do not hold"), ("not testable", "cannot be tested"), ("not run", "were not run"),
-        )
-        if any(s.kind == kind for s in sentences)
-    )  # fmt: skip
-    made: list[Block] = [Text(f"**Of {len(sentences)} sentences (readings of one counted once): {counts}.**")]
+    """Return all sentences, by what became of them."""
+    made: list[Block] = []
     for kind, title in KINDS.items():
         own = [sentence.words for sentence in sentences if sentence.kind == kind]
         if own:
@@ -120,8 +189,9 @@ def blocks(sentences: Sequence[Sentence]) -> list[Block]:
     tried = sum(sentence.tried > 0 for sentence in sentences)
     made.append(
         Text(
-            f"Other choices could be tried on {tried} of the {len(sentences)}: those about the centralized scenarios, "
-            "and about topologies without clipping. Of the others it is not known what they depend on."
+            f"Single other choices were tried on {tried} of the {len(sentences)}: those about the centralized "
+            "scenarios, and about topologies without clipping. The factorial tries them together, on the sentences of "
+            "the initial study (1.1 to 2.4). It is not known what the others depend on."
         )
     )
     return made

@@ -82,28 +82,29 @@ def command(
     run `python $PACK/code/run.py $PIECE --out …` over there and bring the results into $OUT.
     """
     _require_one_purpose(pack, merge, page_only or bool(pieces), wheel if not pieces else ())
-    place = Path(data) if data else None
+    place, wheels = Path(data) if data else None, [*map(Path, wheel)]
     if pack is not None:
-        _pack(Path(pack), Path(out or "reproduction"), part, place, python, [*map(Path, wheel)], as_json=as_json)
+        _pack(Path(pack), Path(out or "reproduction"), part, place, python, wheels, as_json=as_json)
         return
-    from fedvitals_studies.reproduce.conditions import FACTORIAL, chosen
+    from fedvitals_studies.reproduce.conditions import SETTLING, chosen
     from fedvitals_studies.reproduce.factorial import REPEATS, phases
     from fedvitals_studies.reproduce.page import write_page
     from fedvitals_studies.reproduce.results import Results
 
     folder = Path(out or ("reproduction-quick" if quick else "reproduction"))
-    own, small = _study(_dataset(folder, place, page_only or bool(merge)) if quick else None)
-    everything = (*own, *map(small, FACTORIAL))
-    conditions = chosen(everything if only else own, only)
+    rehearsed_on = _dataset(folder, place, page_only or bool(merge)) if quick else None
+    own, small = _study(rehearsed_on)
+    everything = tuple(dict.fromkeys((*own, *map(small, SETTLING))))
     failed: list[str] = []
     if merge:
         _merge(folder, merge, everything)
     elif pieces is not None:
-        _pieces(pieces, folder, small, everything, only, repeats, minutes, place, python, [*map(Path, wheel)], quick)
+        _pieces(pieces, folder, small, everything, only, repeats, minutes, place, python, wheels, rehearsed_on)
     elif not page_only:
-        named = [(conditions, REPEATS if study == "factorial" else 3)]
-        for some, usual in phases(folder, small) if study == "factorial" and not only else named:
-            failed += _run(folder, some, repeats or (1 if quick else usual), place, device, minutes)
+        named = [(chosen(everything if only else own, only), REPEATS if study == "factorial" else 3)]
+        repeats = repeats or (1 if quick else None)
+        for some, usual in phases(folder, small, repeats) if study == "factorial" and not only else named:
+            failed += _run(folder, some, repeats or usual, place, device, minutes)
         if study == "gsc" and not (quick or failed or minutes):
             _measure_costs(folder, place)
     click.echo("Drawing the page ...", err=True)
@@ -178,12 +179,13 @@ def _pieces(
     data: Path | None,
     python: str,
     wheels: list[Path],
-    quick: bool,
+    rehearsed_on: str | None,
 ) -> None:
     import tempfile
+    from contextlib import nullcontext
 
     from fedvitals_studies.packs.pack import pack
-    from fedvitals_studies.reproduce.conditions import FACTORIAL, chosen
+    from fedvitals_studies.reproduce.conditions import SETTLING, chosen
     from fedvitals_studies.reproduce.data import packed_gtsrb
     from fedvitals_studies.reproduce.factorial import REPEATS
     from fedvitals_studies.reproduce.pieces import ARGUMENTS, run_pieces, runs_left
@@ -192,11 +194,15 @@ def _pieces(
     def left() -> int:
         if not only:
             return runs_left(folder, small, repeats)
-        return len(plan(folder, chosen([*map(small, FACTORIAL)], only), repeats or REPEATS).todo)
+        return len(plan(folder, chosen([*map(small, SETTLING)], only), repeats or REPEATS).todo)
 
-    words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only '{name}'" for name in only)]
-    words += [f"--repeats {repeats}"] * (repeats is not None) + ["--quick"] * quick
-    with tempfile.TemporaryDirectory() as place, packed_gtsrb(data) as files:
+    # By name: a pattern would need quotes, which a shell that expands $PIECE passes on as they are.
+    names = [condition.name for condition in chosen([*map(small, SETTLING)], only)] if only else []
+    words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only {name}" for name in names)]
+    words += [f"--repeats {repeats}"] * (repeats is not None)
+    words += [f"--quick --dataset {rehearsed_on}"] * (rehearsed_on is not None)
+    without = rehearsed_on not in (None, "gtsrb")
+    with tempfile.TemporaryDirectory() as place, nullcontext(()) if without else packed_gtsrb(data) as files:
         made = pack(Path(place) / "pack", data=files, entry=ENTRY, python=python, wheels=wheels)
         run_pieces(command, folder, made.code, left, everything, " ".join(words), _tell)
 
