@@ -42,12 +42,12 @@ def task(worker, name, state):  # in a worker process
             F.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
     update = {key: after - state[key] for key, after in arrays(model).items()}
-    return name, update, worker.payload()  # what it sends, and what was measured
+    return name, update, worker.payload()  # the update, and the measurements
 
 
 def federated_round(monitor, pool, r, global_model):  # in the parent process
     with monitor.round(r, global_model):
-        monitor.host.expect(*loaders)  # who does not come home is told
+        monitor.host.expect(*loaders)  # clients that do not reply are reported
         state, worker = arrays(global_model), monitor.host.for_worker()
         replies = [job.result() for job in [pool.submit(task, worker, name, state) for name in loaders]]
         for _, _, payload in replies:
