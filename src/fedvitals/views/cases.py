@@ -104,20 +104,24 @@ def _cases_from(
         None: reader.history(run).rounds() if rounds is None else rounds,
         **rounds_attended(reader, run, [node for node in nodes if node is not None]),
     }
-    until = number if number is not None else _judged_until(reader, run, by_case)
+    until = _judged_until(reader, run, by_case, attendance) if number is None else number
     if until is not None:
         attendance = {who: rounds[: bisect_right(rounds, until)] for who, rounds in attendance.items()}
     return cases_from(by_case, attendance)
 
 
-def _judged_until(reader: Reader, run: str, by_case: Mapping[CaseKey, CaseFindings]) -> int | None:
-    """Return the last round that detectors have looked at: while a run trains, a trouble is not over because the round
-    that goes on was not judged yet. None where it is not known.
+def _judged_until(
+    reader: Reader, run: str, by_case: Mapping[CaseKey, CaseFindings], attendance: Mapping[str | None, list[int]]
+) -> int | None:
+    """Return the last round that detectors have looked at; None where it is not known, or makes no difference.
+
+    While a run trains, a trouble is not over because a newer round was not judged yet.
     """
+    newest = max((same.rounds[-1] for same in by_case.values() if same.rounds), default=-1)
+    if all(not rounds or rounds[-1] <= newest for rounds in attendance.values()):
+        return None
     looked_at = newest_round_of(reader, run, LOOKED_AT)
-    return (
-        None if looked_at is None else max([looked_at, *(same.rounds[-1] for same in by_case.values() if same.rounds)])
-    )
+    return None if looked_at is None else max(looked_at, newest)
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:

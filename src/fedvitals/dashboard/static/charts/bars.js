@@ -63,10 +63,10 @@ function namesOf(state, box) {
   return inSight(state, box).map(name);
 }
 
-/** Room for the names at the left and for the words at the right: as much as they need, up to a third of the width. */
+/** Room for the names at the left and for the words at the right: as much as they need, up to 38 % of the width. */
 function gutters(list, width, options) {
   const widest = (texts) => texts.slice(0, 400).reduce((most, text) => Math.max(most, textWidth(text)), 0) + 14;
-  const room = (texts, usual) => Math.max(usual, Math.min(width / 3, widest(texts)));
+  const room = (texts, usual) => Math.max(usual, Math.min(0.38 * width, widest(texts)));
   const [left, right] = width < 560 ? [48, 60] : [120, 132];
   return { x0: room(list.map((bar) => bar.name), left), x1: width - room(list.map((bar) => said(bar, options)), right) };
 }
