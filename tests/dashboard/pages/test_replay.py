@@ -80,6 +80,7 @@ def test_suspects_are_marked_and_left_out_and_the_accuracy_without_them_is_told(
     told = page.locator("#whatif .predicted")
     told.wait_for()
     assert page.locator("tr", has_text="▲ suspect").count() == 1
+    assert "▲ suspect" in page.locator(".cohort tbody tr").first.inner_text()
     assert page.get_by_label(f"What if without {NOISY}").is_checked()
     words = re.search(r"([\d.]+)\s%\s± ([\d.]+) points accuracy .* instead of ([\d.]+)\s%", told.inner_text())
     assert words, told.inner_text()
