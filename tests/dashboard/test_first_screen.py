@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A first-time reader finds culprit, cause and next step of eight stored runs on the first screen of each.
 
-The words below were written down, and committed, before any run with these seeds was made (`git log` of this file: first the
-words, then the seeds).
+The words below were written down, and committed, before any run with these seeds was made (`git log` of this file:
+first the words, then the seeds).
 """
 
 import pytest
