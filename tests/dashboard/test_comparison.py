@@ -98,7 +98,7 @@ def test_where_runs_part(client):
     found = compare(client, "one", "late", "twin")
     late, twin = found["partings"]
     assert (late["exact"], late["noise"], late["equal"]) == (2, 2, False)
-    assert "update norms of c2 (1 against 5); the same of 2 clients" in late["words"]
+    assert "update norms of c2 (1 against 5); no difference in those of the other 2 clients" in late["words"]
     assert (twin["exact"], twin["equal"]) == (None, True)
     assert "do not diverge" in twin["words"]
 

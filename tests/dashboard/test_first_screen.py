@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A first-time reader finds culprit, cause and next step of eight stored runs on the first screen of each.
 
-The words below were written down, and committed, before any run with these seeds was made (`git log` of this file).
+The words below were written down, and committed, before any run with these seeds was made (`git log` of this file:
+first the words, then the seeds).
 """
 
 import pytest
@@ -10,7 +11,7 @@ from support.dashboard_server import needs_browser, ready, serve
 from support.stored_runs import RUNS, store_runs
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough, needs_browser]
-SEED = 2800  # of the first run, the next ones follow; nobody looked at them while these words were written
+SEED = 52_800  # of the first run, the next ones follow; nobody looked at them while these words were written
 SCREEN = {"width": 1440, "height": 900}
 
 # Kind of run → who is at fault, what is wrong, and what to do first: words that must be in sight.

@@ -9,15 +9,20 @@ import pytest
 from fedvitals import lab
 from fedvitals.dashboard.pages.client import client_times
 from fedvitals.dashboard.pages.runs import facts_of as runs_facts
+from fedvitals.diagnosis.abstentions import LOOKED_AT
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader
 from fedvitals.views.card import health_card
 from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import roster
 from fedvitals.views.heat import layer_grid
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.round import round_table
 from fedvitals.views.series import series
+from fedvitals.views.status import status_of
 from fedvitals.views.verdict import verdict_of
+from support import overview_run
 from support.dashboard_server import needs_browser, ready, serve
 from support.verbs import run as run_verb
 
@@ -62,15 +67,41 @@ def test_the_norm_of_nan_is_not_zero(lost):
     assert math.isnan(signs["gradient.norm"].values[-1])
 
 
+def test_the_tables_of_a_round_and_of_the_replay_have_no_norm_of_0_for_nan(lost):
+    path, run = lost
+    with open_reader(path) as reader:
+        table = round_table(reader, run, 7)
+        ratios = metric_matrix(reader, run, "weight.update_ratio")
+    place = [column.name for column in table.columns].index("gradient.norm")
+    assert all(place in row.odd for row in table.rows if row.client)
+    assert math.isnan(ratios["c5"][1][-1])
+
+
 def test_findings_are_counted_once_and_the_same_everywhere(lost, capsys):
     path, run = lost
     with open_reader(path) as reader:
         listed, counted = runs_facts(reader, run).findings, len(cases_of(reader, run))
-    assert sum(listed.values()) == counted == 4
+        shown = status_of(reader, run).findings
+    assert sum(listed.values()) == counted == shown == 4
     _, out, _ = run_verb(capsys, "findings", run, "--store", path)
     assert "4 findings (2 consequences), 4 still there" in out
     _, out, _ = run_verb(capsys, "runs", "--store", path)
     assert out.splitlines()[1].split()[-3] == "4"  # before «3.41 s»
+
+
+def test_what_is_not_judged_yet_is_not_over(tmp_path):
+    """Detectors are a round or two behind a training: the headline does not turn to «nothing serious» meanwhile."""
+    found = [overview_run.finding("c3", number=number) for number in range(4, 8)]
+    path = overview_run.written(tmp_path / "runs.db", finished=False, findings=found)
+
+    def looked_at(rounds):
+        overview_run.stamp([Metric(Where(overview_run.RUN, r), 1.7e9, LOOKED_AT, 6.0) for r in rounds], path)
+        with open_reader(path) as reader:
+            (case,) = cases_of(reader, overview_run.RUN)
+            return case.still_there, verdict_of(reader, overview_run.RUN).state
+
+    assert looked_at(range(8)) == (True, "ill")  # two rounds more have been recorded
+    assert looked_at([8, 9]) == (False, "watch")
 
 
 def test_a_client_that_trains_in_a_batch_is_not_called_slow(lost):

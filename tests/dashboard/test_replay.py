@@ -135,10 +135,11 @@ def test_where_both_models_are_whole_the_step_of_each_layer_is_told(reader, tape
 def test_the_cohort_says_who_was_used_and_who_failed_and_why(reader, taped, tape):
     found, entry = replay_round(reader, *taped, 4), tape.entry(4)
     assert (found.total, found.used, found.failed, found.left_out) == (CLIENTS, CLIENTS - 1, 1, 0)
-    worst = found.cohort[0]
+    assert [row.node for row in found.cohort][: len(found.suspects)] == [*found.suspects]
+    worst = found.cohort[len(found.suspects)]
     assert (worst.node, worst.state, worst.digest, worst.norm) == (FAILS, "failed", None, None)
     assert "on purpose" in worst.why
-    rest = found.cohort[1:]
+    rest = [row for row in found.cohort if row is not worst]
     assert sum(row.share for row in rest) == pytest.approx(1)
     assert {row.node: row.digest for row in rest} == {c.node: c.mark.digest for c in entry.came if c.mark}
     norms = reader.history(taped[1]).latest("update.norm", 4)

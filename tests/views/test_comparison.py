@@ -66,7 +66,7 @@ def test_opens_with_the_loss_where_no_accuracy_was_measured(tmp_path, capsys):
         side.add(Metric(Where(side.run.id, 0, "c1"), side.at, "update.norm", norm))
     _, out, _ = run(capsys, "compare", "one", "two", "--store", stored(tmp_path / "runs.db", *sides))
     assert out.index("Loss  1 → 3") < out.index("diverge at round 0")
-    assert "update norms of c1 (1 against 3); the same of 2 clients" in " ".join(out.split())
+    assert "update norms of c1 (1 against 3); no difference in those of the other 2 clients" in " ".join(out.split())
 
 
 def test_defaults_are_no_differences_and_are_shown_as_defaults(tmp_path, capsys):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.analysis.bottleneck import STRAGGLER, RunVerdict
+from fedvitals.analysis.critical_path import format_seconds
 from fedvitals.analysis.what_if import WhatIfRow
 from fedvitals.plain_json import copied
 
@@ -70,7 +71,7 @@ NAMES = {
     "aggregate": "Make the aggregation {} times as fast",
     "server": "Give the server a device {} times as fast",
     "cohort": "Ask half as many clients",
-    "deadline": "Close each round after {:.3g} s",
+    "deadline": "Close each round after {}",
     "over_select": "Ask {} times as many clients as are needed, and take the first",
     "asynchronous": "Aggregate asynchronously, {} updates at a time",
     "without": "Speed up {}, or leave it out",
@@ -134,7 +135,7 @@ def _kind(row: WhatIfRow) -> str:
 
 def _remedy(row: WhatIfRow, verdict: RunVerdict) -> Remedy:
     sort = _kind(row)
-    name = NAMES[sort].format(row.key[sort])
+    name = NAMES[sort].format(format_seconds(row.key[sort]) if sort == "deadline" else row.key[sort])
     if row.key == {"compress": 4}:
         name = "Quantise updates to 8 bits"
     elif sort == "compress":

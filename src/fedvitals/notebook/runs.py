@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -108,7 +109,10 @@ class Runs:
 
     def _summaries(self) -> tuple[list[queries.RunSummary], dict[str, Any]]:
         with open_reader(self._store) as reader:
-            return queries.list_runs(reader), {**run_states(reader)}
+            counted = [
+                replace(summary, findings=len(cases_of(reader, summary.id))) for summary in queries.list_runs(reader)
+            ]
+            return counted, {**run_states(reader)}
 
     def __repr__(self) -> str:
         return f"<{_counted(len(self))} in {_store_name(self._store)}>"
@@ -117,7 +121,16 @@ class Runs:
         summaries, states = self._summaries()
         titles = ("run", "id", "state", "rounds", "clients", "accuracy", "loss", "findings")
         rows = [
-            (s.name, s.id, states[s.id], s.rounds, s.clients, number(s.accuracy), number(s.loss), s.findings)
+            (
+                s.name,
+                s.id,
+                states[s.id],
+                s.rounds,
+                s.clients,
+                number(s.accuracy),
+                number(s.loss),
+                s.findings,
+            )
             for s in summaries[:MOST_RUNS]
         ]
         more = f"and {len(summaries) - MOST_RUNS} older runs" if len(summaries) > MOST_RUNS else ""

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
+from fedvitals.diagnosis.abstentions import LOOKED_AT
 from fedvitals.diagnosis.cases import Case, CaseFindings, CaseKey, cases_from, group_findings, is_trouble
 from fedvitals.diagnosis.corrections.catalog import finding_label
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event, Finding
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import events, queries
+from fedvitals.store.read.metrics import newest_round_of
 from fedvitals.store.read.nodes import rounds_attended
 from fedvitals.store.read.paging import record_pages, records_of_kind
 from fedvitals.store.read.reader import Reader
@@ -100,9 +104,24 @@ def _cases_from(
         None: reader.history(run).rounds() if rounds is None else rounds,
         **rounds_attended(reader, run, [node for node in nodes if node is not None]),
     }
-    if number is not None:
-        attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
+    until = _judged_until(reader, run, by_case, attendance) if number is None else number
+    if until is not None:
+        attendance = {who: rounds[: bisect_right(rounds, until)] for who, rounds in attendance.items()}
     return cases_from(by_case, attendance)
+
+
+def _judged_until(
+    reader: Reader, run: str, by_case: Mapping[CaseKey, CaseFindings], attendance: Mapping[str | None, list[int]]
+) -> int | None:
+    """Return the last round that detectors have looked at; None where it is not known, or makes no difference.
+
+    While a run trains, a trouble is not over because a newer round was not judged yet.
+    """
+    newest = max((same.rounds[-1] for same in by_case.values() if same.rounds), default=-1)
+    if all(not rounds or rounds[-1] <= newest for rounds in attendance.values()):
+        return None
+    looked_at = newest_round_of(reader, run, LOOKED_AT)
+    return None if looked_at is None else max(looked_at, newest)
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
@@ -205,7 +224,7 @@ class Brief:
     last: int | None
     still_there: bool
     course: str  # since when, how often, still there
-    alternatives: tuple[tuple[str, float], ...]  # other issues that it may be, with their probabilities
+    alternatives: tuple[tuple[str, float], ...]  # titles of other issues that it may be, with their probabilities
     levels: tuple[CauseLevel, ...]  # something is wrong, of which family, the exact cause; empty: no causes are known
     looks: str  # what looks wrong, where the exact cause is not likelier than not; else empty
     follows: str | None  # the key of the case that it is a consequence of
@@ -233,6 +252,10 @@ def since_of(case: Case) -> int | None:
     return case.since if case.since is not None else case.first
 
 
+def _title(issue: str) -> str:
+    return ISSUES_BY_CODE[issue].title if issue in ISSUES_BY_CODE else issue
+
+
 def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
     """Summarise a case; `labels`: of nodes, see `views.labels`."""
     key = case_key(case)
@@ -246,6 +269,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         sure=sure(case),
         since=since_of(case),
         course=case.timeline,
+        alternatives=tuple((_title(issue), chance) for issue, chance in case.alternatives),
         levels=levels_of(case),
         looks=what_looks_wrong(case),
         follows=None if case.cause is None else key_text(case.cause),

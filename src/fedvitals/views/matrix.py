@@ -304,6 +304,7 @@ _COUNTS = {
     "gradient.norm_last": "gradient.nonfinite",
     "weight.norm": "weight.nonfinite",
     "weight.drift": "weight.nonfinite",
+    "weight.update_ratio": "weight.nonfinite",
     "update.norm": "update.nonfinite",
 }
 

@@ -15,11 +15,13 @@ from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied
+from fedvitals.protocols import Node
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import value_of_federation
 from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.outline import Known, known_metric
 
 SLOWEST = 10  # rounds that are named as the slowest
@@ -113,6 +115,7 @@ class RoundRow:
     node: str
     client: bool
     values: tuple[float | None, ...]
+    odd: tuple[int, ...]  # columns whose value is NaN or infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,7 @@ def round_table(
     wanted = [name for name in (names or SHOWN) if name in measured]
     if names and not wanted:
         raise ConfigError(f"The run {run} has no metric '{names[0]}'. `fedvitals show {run}` says which it has.")
-    values = {name: history.latest(name, number) for name in wanted}
+    values = {name: _values(reader, run, name, history.latest(name, number), number) for name in wanted}
     wanted = [name for name in wanted if names or any(map(is_client, values[name]))]
     sort = sort or next((name for name in SLOWEST_FIRST if name in wanted), "name")
     nodes = sorted({node for name in wanted for node in values[name]}, key=natural)
@@ -275,9 +278,20 @@ def round_table(
         tuple(map(known_metric, wanted)),
         tuple(value_of_federation(reader, run, name, number) for name in wanted),
         tuple(
-            RoundRow(node, is_client(node), tuple(values[name].get(node) for name in wanted))
+            RoundRow(
+                node,
+                is_client(node),
+                tuple(values[name].get(node) for name in wanted),
+                tuple(i for i, name in enumerate(wanted) if not math.isfinite(values[name].get(node, 0.0))),
+            )
             for node in nodes[offset : offset + limit]
         ),
         len(nodes),
         sort,
     )
+
+
+def _values(reader: Reader, run: str, name: str, stored: Mapping[Node, float], number: int) -> dict[Node, float]:
+    """Return a metric of a round by node; the norm of values that are not finite is NaN."""
+    lost = rounds_not_finite(reader, run, name)
+    return {node: math.nan if number in lost.get(node, ()) else value for node, value in stored.items()}

@@ -19,6 +19,7 @@ from fedvitals.store.read.presence import is_written, writers
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import count_runs, last_records_of_open_runs, run_heads, span_of_rounds
 from fedvitals.views.card import percent_of, setting_of
+from fedvitals.views.cases import cases_of
 from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
 
@@ -97,6 +98,7 @@ def status_of(reader: Reader, run: str, *, now: float | None = None) -> Status:
         rounds_planned=planned_rounds(described),
         first_round=rounds.first,
         last_round=rounds.last,
+        findings=len(cases_of(reader, run)),
         accuracy=finite(summary.accuracy),
         loss=finite(summary.loss),
         round_seconds=finite(float(times[-1])) if len(times) else None,

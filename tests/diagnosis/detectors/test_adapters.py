@@ -49,7 +49,7 @@ def test_another_scale_is_named_and_explains_the_error():
     history = history_of({**scales, ("adapter.product_error", "server"): [0.9, 0.9, 0.9]})
     assert issues(history, 1) == ["ADAPTER_SCALE_MISMATCH"]
     (found,) = findings_of(DETECTORS, history, 2)
-    assert found.message == "The adapters' α/r differs: c3 8; 4 others 2."
+    assert found.message == "The adapters' α/r differs: 8 on c3; 2 on 3 clients and the server's model."
     assert (found.where.node, [own.node for own in found.suspects], found.evidence["since"]) == ("c3", ["c3"], 1)
 
 

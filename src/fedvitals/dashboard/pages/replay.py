@@ -236,7 +236,6 @@ def replay_round(
         **about,
         **_state(index, entry, index.rows[place - 1].round if place else None),
         **_cohort(reader, run, index, entry, node, (sort, limit, offset)),
-        suspects=_suspects(reader, run, entry),
         actions=_actions(entry.notes.get("actions")),
     )
 
@@ -350,10 +349,12 @@ def _cohort(
     sort, limit, offset = asked
     updates: Updates | str = "" if node is None else _updates(reader, run, index, entry)
     norms = norms_of(reader, run, entry, index.tape.setting.layers, None if isinstance(updates, str) else updates)
-    rows = cohort_of(entry, norms, index.tape.has, sort)
+    suspects = _suspects(reader, run, entry)
+    rows = cohort_of(entry, norms, index.tape.has, sort, suspects)
     states = [row.state for row in rows]
     return {
         "cohort": tuple(rows[offset : offset + limit]),
+        "suspects": suspects,
         "total": len(rows),
         "offset": offset,
         "used": states.count("used"),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from fedvitals.records import natural
 from fedvitals.stats import Array
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.matrix import rounds_not_finite
 
 if TYPE_CHECKING:
     from fedvitals.dashboard.pages.what_if import Updates
@@ -100,7 +101,10 @@ def norms_of(reader: Reader, run: str, entry: RoundEntry, names: Sequence[str], 
         rows = [measured.nodes.index(node) for node in nodes]
         values = np.asarray(measured.get("l2"), float)[rows][:, :LAYERS]
         norms = reader.history(run).latest("update.norm", entry.round)
-        totals = {node: norms[node] for node in nodes if node in norms}
+        lost = rounds_not_finite(reader, run, "update.norm")
+        totals = {
+            node: math.nan if entry.round in lost.get(node, ()) else norms[node] for node in nodes if node in norms
+        }
         return Norms(MEASURED, measured.layers[:LAYERS], _places(nodes), values, totals or _totals(nodes, values))
     if updates is not None:
         pieces = updates.deltas().split(updates.sizes, dim=1)
@@ -124,12 +128,13 @@ def _totals(nodes: Sequence[str], values: Array) -> dict[str, float]:
     return dict(zip(nodes, np.sqrt((values**2).sum(axis=1)).tolist(), strict=True))
 
 
-def cohort_of(entry: RoundEntry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
+def cohort_of(entry: RoundEntry, norms: Norms, whole: Any, sort: str, suspects: Collection[str] = ()) -> list[CameRow]:
     """Return all rows of a round, in order; `whole(digest)`: whether that is on the tape."""
     total = sum(came.weight for came in entry.came if came.mark is not None and came.used)
     middle, usual = norms.median(), medians(norms.values) if len(norms.nodes) else np.empty(0)
     rows = [_row(came, norms, (middle, usual, total), whole) for came in entry.came]
-    return sorted(rows, key=_key(sort.removeprefix("-")), reverse=sort.startswith("-"))
+    rows.sort(key=_key(sort.removeprefix("-")), reverse=sort.startswith("-"))
+    return sorted(rows, key=lambda row: row.node not in suspects) if sort == "trouble" else rows
 
 
 def _key(sort: str) -> Any:

@@ -114,6 +114,11 @@ export function sure(confidence) {
 /** Units of what is counted: «1 step», «2 steps». */
 export const COUNTS = new Set(["steps", "samples", "values", "events", "clients", "rounds", "records"]);
 
+/** A value below a title that names its unit already: «145» below «samples». */
+export function underTitle(value, { unit, title }) {
+  return COUNTS.has(unit) && title.includes(unit) ? number(value) : withUnit(value, unit);
+}
+
 /** A value with the unit that the catalogue gives it. */
 export function withUnit(value, unit) {
   if (unusual(value) !== null) return unusual(value);

@@ -89,8 +89,8 @@ def scale_mismatch(history: History, round_index: int) -> Iterator[Finding]:
         return
     (common, usual), *others = groups
     odd = [node for _, nodes in others for node in nodes]
-    shown = ", ".join(f"{_words(nodes)} {scale:.3g}" for scale, nodes in others[:SHOWN])
-    text = f"The adapters' α/r differs: {shown}; {_words(usual)} {common:.3g}."
+    shown = "; ".join(f"{scale:.3g} on {_words(nodes)}" for scale, nodes in others[:SHOWN])
+    text = f"The adapters' α/r differs: {shown}; {common:.3g} on {_words(usual)}."
     since = round_index
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if not _scale_groups(history, past_round):
@@ -152,7 +152,7 @@ def _scale_groups(history: History, round_index: int) -> list[tuple[float, list[
 def _words(nodes: list[Node]) -> str:
     if len(nodes) <= SHOWN:
         return ", ".join("the server's model" if node == SERVER else node for node in nodes)
-    return f"{len(nodes)} others" if SERVER in nodes else f"{len(nodes)} clients"
+    return f"{len(nodes) - 1} clients and the server's model" if SERVER in nodes else f"{len(nodes)} clients"
 
 
 def _of_server(history: History, name: str, round_index: int) -> float | None:

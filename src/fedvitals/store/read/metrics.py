@@ -197,6 +197,16 @@ def value_of_federation(reader: Reader, run: str, name: str, round_index: int) -
     return values[0][0] if values else None
 
 
+def newest_round_of(reader: Reader, run: str, name: str) -> int | None:
+    """Return the last round of which a metric was told of the federation as a whole; None if it never was."""
+    rounds = reader.database.rows(
+        "SELECT m.round FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round IS NOT NULL AND m.node IS NULL "
+        "ORDER BY m.round DESC LIMIT 1",
+        (reader.names.number(run) or 0, reader.names.number(name)),
+    )
+    return rounds[0][0] if rounds else None
+
+
 # -- values over the rounds --------------------------------------------------------------------------------------------
 
 

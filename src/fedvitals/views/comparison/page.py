@@ -402,7 +402,7 @@ def _differing(what: Differing) -> str:
     if nodes and what.same_nodes:
         named = ", ".join(f"{node} ({_number(a)} against {_number(b)})" for node, (a, b) in nodes[:NAMED])
         more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-        words.append(f"update norms of {named}{more}; the same of {what.same_nodes} clients")
+        words.append(f"update norms of {named}{more}; no difference in those of the other {what.same_nodes} clients")
     elif nodes:
         words.append(f"the update norms of all {what.node_count} clients")
     return ", ".join(words)

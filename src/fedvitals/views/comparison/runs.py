@@ -279,7 +279,7 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("bytes", "compression, up", "times", "higher", lambda f: f.traffic.up.compression),
         ("bytes", "telemetry, of all bytes", "share", "lower", lambda f: f.traffic.telemetry_share or None),
         ("findings", "issues", "cases", "lower", lambda f: len(f.cases) if f.judged else None),
-        ("findings", "of these trouble", "cases", "lower", trouble),
+        ("findings", "of these problems", "cases", "lower", trouble),
     ]
     return lines
 

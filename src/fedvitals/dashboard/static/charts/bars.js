@@ -5,7 +5,7 @@ import { severityColour, severityFill, severityRank, theme } from "../colour.js"
 import { exactly, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
 import { picking } from "./picking.js";
-import { shape } from "./pen.js";
+import { shape, textWidth } from "./pen.js";
 import { rowNames } from "./rownames.js";
 import { severityRow } from "./tip.js";
 
@@ -27,7 +27,7 @@ export function bars(host, options = {}) {
     ...hooks,
     scrolls: true,
     height: () => state.bars.length * ROW,
-    layout: (width) => ({ x0: width < 560 ? 84 : 120, x1: width - (width < 560 ? 76 : 132) }),
+    layout: (width) => gutters(state.bars, width, options),
     heavy: () => false,
     blank: () => (state.bars.length ? null : "Nothing to show yet."),
     paint: (pen, box) => paint(pen, box, state, options),
@@ -61,6 +61,14 @@ const said = (bar, options) => bar.text ?? withUnit(bar.value, options.unit);
 function namesOf(state, box) {
   const name = ([bar, at]) => ({ name: bar.name, href: bar.href, y: at * ROW - box.scroll, height: ROW, room: box.x0 - 10 });
   return inSight(state, box).map(name);
+}
+
+/** Room for the names at the left and for the words at the right: as much as they need, up to 38 % of the width. */
+function gutters(list, width, options) {
+  const widest = (texts) => texts.slice(0, 400).reduce((most, text) => Math.max(most, textWidth(text)), 0) + 14;
+  const room = (texts, usual) => Math.max(usual, Math.min(0.38 * width, widest(texts)));
+  const [left, right] = width < 560 ? [48, 60] : [120, 132];
+  return { x0: room(list.map((bar) => bar.name), left), x1: width - room(list.map((bar) => said(bar, options)), right) };
 }
 
 function inSight(state, box) {

@@ -3,10 +3,11 @@
 
 import { fill, h } from "../dom.js";
 import { readable, theme } from "../colour.js";
-import { textSize, textWidth } from "./pen.js";
+import { fitted, textSize, textWidth } from "./pen.js";
 import { swatch } from "./tip.js";
 
 const line = () => textSize() + 2; // pixels that a label takes
+const LEGEND = 260; // pixels that a name in a legend takes at most
 const NEAR = 12; // pixels from the right end, within which a line is led to its name
 
 /** Moves labels apart so that none covers another and none leaves [top, bottom]; keeps their order. */
@@ -59,5 +60,5 @@ export function legend(node, entries) {
   if (node.legendKey === key) return;
   node.legendKey = key;
   node.painted = { entries };
-  fill(node, entries.map((entry) => h(entry.href ? "a" : "span", { class: "chart-legend", href: entry.href }, swatch(entry), entry.name)));
+  fill(node, entries.map((entry) => h(entry.href ? "a" : "span", { class: "chart-legend", href: entry.href }, swatch(entry), fitted(entry.name, LEGEND))));
 }

@@ -73,7 +73,7 @@ const inside = (at, count) => (at >= 0 && at < count ? at : -1);
 /** Pixels for the names of the rows, or of the columns below. */
 function names(list, width) {
   const longest = list.slice(0, 400).reduce((most, name) => Math.max(most, textWidth(name)), 0);
-  return Math.max(24, Math.min(width < 560 ? 64 : 120, longest + 12));
+  return Math.max(24, Math.min(width < 560 ? 96 : 120, longest + 12));
 }
 
 /** The length of the square's side: cells of at most 36 pixels, of many rows smaller ones, as far as the page has room. */

@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { exactly, number, percent, when, withUnit } from "../format.js";
+import { exactly, number, percent, underTitle, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { causeLevels } from "./finding_parts.js";
 
@@ -40,7 +40,7 @@ export function caseList(run) {
 export function numbersTable(numbers) {
   if (!numbers.length) return null;
   return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "Evidence of the finding" }),
-    h("thead", {}, h("tr", {}, ["sign", "value", "usual", "score"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
+    h("thead", {}, h("tr", {}, ["sign", "value", "usual", "σ"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
     h("tbody", {}, numbers.slice(0, 6).map((one) => h("tr", {},
       h("td", { title: [one.name, one.meaning].filter(Boolean).join(": ") }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), h("td", { class: "num", text: withUnit(one.raw_value, one.unit) }), h("td", { class: "num", text: withUnit(one.raw_usual, one.unit) }), h("td", { class: "num", text: number(one.score ?? null) })))));
 }
@@ -49,15 +49,15 @@ export function factList(facts) {
   return h("dl", { class: "facts-list" }, facts.map((one) => [
     h("dt", { text: one.title, title: `${one.name}: ${one.meaning}` }),
     h("dd", { title: one.value === null ? null : exactly(one.value, one.unit) },
-      one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : withUnit(one.value, one.unit),
-      h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
+      one.value === null ? h("span", { class: "sev-critical", text: "NaN" }) : underTitle(one.value, one),
+      h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${underTitle(one.median, one)}`}`, title: one.median === null ? null : `median of ${number(one.clients)} clients` })),
   ]));
 }
 
 /** Its labels as bars, and the mean of the others as a tick on each. */
 export function labelBars(labels) {
   const most = Math.max(...labels.map((one) => Math.max(one.share, one.others ?? 0)), 1e-9);
-  return h("table", { class: "label-bars" }, h("caption", { class: "small muted", text: "share of its samples by label; the tick is the mean of the other clients" }),
+  return h("table", { class: "label-bars" }, h("caption", { class: "small muted", text: "its samples by label; the tick is the mean share of the other clients" }),
     h("tbody", {}, labels.map((one) => {
       const bar = h("span", { class: "label-bar" }, h("span", { class: "label-fill", style: { width: `${(100 * one.share) / most}%` } }),
         one.others !== null && h("span", { class: "label-tick", style: { left: `${(100 * one.others) / most}%` } }));

@@ -11,7 +11,7 @@ import { empty } from "./states.js";
 const GROWS = new Set(["memory.resident", "memory.cuda_allocated", "memory.cuda_reserved"]); // of these a growth means something
 
 function whose(run, node) {
-  return node === null ? "the whole" : h("a", { href: runLink(run, "clients", node), text: node });
+  return node === null ? "the whole run" : h("a", { href: runLink(run, "clients", node), text: node });
 }
 
 export function memoryPanel(run, axis) {
@@ -60,7 +60,7 @@ export function trafficPanel(run, axis) {
   ], { key: (row) => row.kind, caption: "Messages by kind" });
   const of = h("p", { class: "small muted" });
   const reached = rowTable([
-    { name: "accuracy", text: "to reach", cell: (row) => percent(row.accuracy) },
+    { name: "accuracy", text: "accuracy reached", cell: (row) => percent(row.accuracy) },
     { name: "round", text: "round", num: true, cell: (row) => (row.round === null ? h("span", { class: "muted", text: row.best === null ? "not reached" : `not reached, best ${percent(row.best)}` }) : h("a", { href: runLink(run, "rounds", row.round), text: row.round })) },
     { name: "seconds", text: "time", num: true, cell: (row) => seconds(row.virtual_seconds ?? row.seconds) },
     { name: "bytes", text: "bytes", num: true, cell: (row) => bytes(row.bytes) },

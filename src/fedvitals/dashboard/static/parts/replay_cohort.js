@@ -15,6 +15,9 @@ const CELLS = 40; // clients and layers that a picture shows
 const STATES = { used: "✓ used", "left out": "▲ left out", failed: "✕ failed" };
 const SEVERITY = { used: "muted", "left out": "sev-warning", failed: "sev-critical" };
 
+/** What of an update that came is no number, is NaN or infinite. */
+const measured = (row, value) => (value === null && row.state !== "failed" ? "NaN" : number(value));
+
 export function cohortPanel(ctx, choose) {
   const { params } = ctx;
   const [said, more, picture] = [h("p", { class: "small muted" }), h("p", { class: "row" }), h("div", {})];
@@ -36,10 +39,10 @@ export function cohortPanel(ctx, choose) {
       found.cohort.some((row) => row.why) && { name: "why", text: "why", class: "words", cell: (row) => h("span", { class: "small", text: row.why }) },
       grouped && { name: "group", text: "group", class: "name", cell: (row) => row.group ?? "" },
       { name: "weight", text: "weight", num: true, sort: "weight", cell: (row) => [number(row.weight), row.share !== null && h("span", { class: "muted small", text: ` ${percent(row.share)}` })] },
-      { name: "norm", text: "norm", num: true, sort: "norm", title: `Norm ${found.norms}.`, cell: (row) => h("span", { title: exact(row.norm), text: number(row.norm) }) },
+      { name: "norm", text: "norm", num: true, sort: "norm", title: `Norm ${found.norms}.`, cell: (row) => h("span", { title: exact(row.norm), text: measured(row, row.norm) }) },
       { name: "ratio", text: "to the median", num: true, cell: (row) => (row.ratio === null ? "–" : `× ${number(row.ratio)}`) },
-      { name: "first", text: "first loss", num: true, sort: "first", cell: (row) => h("span", { title: exact(row.first_loss), text: number(row.first_loss) }) },
-      { name: "last", text: "last loss", num: true, sort: "last", cell: (row) => h("span", { title: exact(row.last_loss), text: number(row.last_loss) }) },
+      { name: "first", text: "first loss", num: true, sort: "first", cell: (row) => h("span", { title: exact(row.first_loss), text: row.steps ? measured(row, row.first_loss) : "–" }) },
+      { name: "last", text: "last loss", num: true, sort: "last", cell: (row) => h("span", { title: exact(row.last_loss), text: row.steps ? measured(row, row.last_loss) : "–" }) },
       { name: "digest", text: "digest", cell: (row) => [digest(row.digest, row.whole), row.whole && h("span", { class: "muted small", text: " whole" })] },
     ].filter(Boolean);
   }
@@ -54,7 +57,7 @@ export function cohortPanel(ctx, choose) {
       const parts = [`${number(found.used)} used`, found.left_out && `${number(found.left_out)} left out`, found.failed && `${number(found.failed)} failed`, found.lost && `${number(found.lost)} for which the tape had no room`];
       said.textContent = `${number(found.total)} answered: ${parts.filter(Boolean).join(", ")}. ${number(found.whole)} of their updates are on the tape whole.`;
       const sort = params.get("sort", "trouble");
-      if (sort === "trouble") said.textContent += " Failed and left out first, then the furthest from the median.";
+      if (sort === "trouble") said.textContent += ` ${suspects.length ? "Suspects first, then those that failed or were left out" : "Failed and left out first"}, then the furthest from the median.`;
       table.show(found.cohort, { columns: columnsOf(found), sort, onSort: (to) => params.set({ sort: to, page: null }), nothing: "Nobody answered in this round." });
       const page = Math.floor(found.offset / ROWS);
       const step = (to, text) => h("button", { class: "link-button", type: "button", text, on: { click: () => params.set({ page: to || null }) } });

@@ -24,7 +24,7 @@ export function modelPanel() {
   const measured = rowTable([
     { name: "name", text: "metric", class: "name", cell: (row) => h("span", { title: row.name, text: row.title }) },
     { name: "before", text: "before", num: true, cell: (row) => h("span", { title: exactly(row.before, row.unit), text: withUnit(row.before, row.unit) }) },
-    { name: "after", text: "after", num: true, cell: (row) => h("span", { title: exactly(row.after, row.unit), text: withUnit(row.after, row.unit) }) },
+    { name: "after", text: "after", num: true, cell: (row) => h("span", { title: exactly(row.after, row.unit), text: row.after === null ? "NaN" : withUnit(row.after, row.unit) }) },
     { name: "change", text: "change", num: true, cell: (row) => difference(row) },
   ], { key: (row) => row.name, caption: "What was measured before and after the round" });
   const layers = rowTable([], { key: (row) => row.name, caption: "Norm of each layer before and after the round" });
@@ -36,7 +36,7 @@ export function modelPanel() {
       { name: "name", text: "layer", class: "name", cell: (row) => row.name },
       { name: "before", text: "norm before", num: true, cell: (row) => norm(row.before) },
       { name: "after", text: "after", num: true, cell: (row) => norm(row.after) },
-      { name: "change", text: "change", num: true, cell: (row) => (row.same ? h("span", { class: "muted", text: "not one bit" }) : signed(change(row.before, row.after))) },
+      { name: "change", text: "change", num: true, cell: (row) => (row.same ? h("span", { class: "muted", text: "unchanged" }) : signed(change(row.before, row.after))) },
       found.stepped && { name: "step", text: "step", num: true, title: "Norm of what changed: of the model after minus the model before.", cell: (row) => norm(row.step) },
     ].filter(Boolean);
     layers.show(all ? found.layers : found.layers.slice(0, FEW), { columns, nothing: "The tape names no layers." });
@@ -63,7 +63,7 @@ export function modelPanel() {
   };
 }
 
-const norm = (value) => h("span", { title: exact(value), class: value === null ? "sev-critical" : null, text: value === null ? "not finite" : number(value) });
+const norm = (value) => h("span", { title: exact(value), class: value === null ? "sev-critical" : null, text: value === null ? "NaN" : number(value) });
 
 function difference(row) {
   if (row.before === null || row.after === null) return "–";

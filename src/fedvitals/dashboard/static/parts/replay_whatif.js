@@ -39,7 +39,7 @@ export function whatIfPanel(ctx, cohort) {
     if (score && changed) fill(predicted, h("span", { class: "big", text: withUnit(score.changed, score.unit) }), ` ± ${errorOf(score.error, score.unit)} `,
       h("span", { text: `${score.name} after this round instead of ${withUnit(score.recorded, score.unit)}` }),
       h("span", { class: "muted small", text: ` (${score.difference >= 0 ? "+" : "−"}${errorOf(Math.abs(score.difference), score.unit)} ± ${errorOf(score.difference_error, score.unit)}, on ${number(score.samples)} test samples)` }));
-    picture.hidden = !answer.ready;
+    picture.hidden = !answer.ready || answer.layers.every((one) => one.apart === null);
     fill(way, !answer.ready && [h("p", { class: "small muted", text: "This computes what is missing, and goes on to the metrics:" }), command(answer.command)]);
     if (!answer.ready) {
       said.textContent = `That cannot be told at once. ${answer.why}`;
@@ -83,10 +83,15 @@ export function whatIfPanel(ctx, cohort) {
 const errorOf = (value, unit) => (unit === "share" ? `${number(100 * value)} points` : number(value));
 
 function sentence(answer) {
+  if (answer.recorded === null && answer.changed === null) return "The model stays NaN or infinite whoever is left out: it was so before this round. Go back to the round in which it was lost.";
   const without = answer.dropped.length ? `Without ${answer.dropped.slice(0, 5).join(", ")}${answer.dropped.length > 5 ? ` and ${answer.dropped.length - 5} more` : ""}` : "";
   const by = answer.rule === "recorded" ? "" : `by ${RULES[answer.rule]}`;
   const change = [without, by].filter(Boolean).join(", ");
   const turned = answer.cosine === null ? "" : answer.cosine > 0.999 ? ", in the same direction" : `, cosine ${number(answer.cosine)}`;
-  return `${change[0].toUpperCase()}${change.slice(1)}, the model would have gone ${number(answer.changed)} instead of ${number(answer.recorded)}${turned}: ` +
-    `it would be ${number(answer.apart)} from where it went, ${percent(answer.share)} of the step. ${number(answer.used)} of ${number(answer.of)} updates.`;
+  const opening = `${change[0].toUpperCase()}${change.slice(1)}`;
+  const counted = `${number(answer.used)} of ${number(answer.of)} updates.`;
+  if (answer.recorded === null) return `${opening}, the model would have stayed finite, and gone ${number(answer.changed)}; as recorded, it became NaN or infinite. ${counted}`;
+  if (answer.changed === null) return `${opening}, the model would have become NaN or infinite. ${counted}`;
+  return `${opening}, the model would have gone ${number(answer.changed)} instead of ${number(answer.recorded)}${turned}: ` +
+    `it would be ${number(answer.apart)} from where it went, ${percent(answer.share)} of the step. ${counted}`;
 }

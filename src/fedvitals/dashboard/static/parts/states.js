@@ -47,5 +47,5 @@ export function broken(error, retry) {
 
 /** A small note inside a panel that has nothing to show. */
 export function empty(text, hint) {
-  return h("p", { class: "empty" }, text, hint && h("span", { class: "muted", text: ` ${hint}` }));
+  return h("p", { class: "empty" }, text, hint && h("span", { class: "muted" }, " ", words(hint)));
 }

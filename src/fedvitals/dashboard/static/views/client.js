@@ -120,8 +120,17 @@ export function view(root, ctx) {
         page.total_failures > page.failures.length && h("p", { class: "small muted", text: `${page.failures.length} of ${page.total_failures} shown` }),
         !page.tracebacks && h("p", { class: "small muted", text: "No traceback is kept: Monitor(tracebacks=True) keeps them." })]
       : empty("None.")));
-    put(side.events, page.events, () => (page.events.length ? eventList(run, page.events) : empty("None.")));
+    put(side.events, page.events, () => (page.events.length ? foldedEvents(page.events) : empty("None.")));
     fill(more, "raw records: ", ["metric", "span", "transfer", "event", "finding"].map((kind, i) => [i ? " · " : "", raw(kind)]));
+  }
+
+  /** Warnings and errors in sight; what is there every round, for information, on demand. */
+  function foldedEvents(events) {
+    const [loud, quiet] = [events.filter((one) => one.level !== "info"), events.filter((one) => one.level === "info")];
+    return [
+      loud.length ? eventList(run, loud) : empty("No warning, no error."),
+      quiet.length > 0 && h("details", {}, h("summary", { class: "small", text: `${quiet.length} for information` }), eventList(run, quiet)),
+    ];
   }
 }
 

@@ -116,7 +116,7 @@ export function view(root, ctx) {
       fill(counts, [`${number(page.total)} clients: `, ...["critical", "warning", "note", "well"].map((kind, i) =>
         [i ? " · " : "", h("a", {
           href: link(runLink(run, "clients"), { health: kind }), class: page.health[kind] && kind !== "well" ? `sev-${kind}` : "muted",
-          text: `${number(page.health[kind])} ${kind === "well" ? "without a finding" : kind}`,
+          text: `${number(page.health[kind])} ${kind === "well" ? "without a finding" : kind}${kind !== "well" && kind !== "critical" && page.health[kind] !== 1 ? "s" : ""}`,
         })])]);
       const filtered = page.matching < page.total ? `${number(page.matching)} of ${number(page.total)} clients, ` : "";
       said.textContent = page.total ? `${filtered}${page.order}` : "No client yet: rows appear with the first round, by themselves.";

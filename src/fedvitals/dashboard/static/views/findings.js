@@ -114,7 +114,7 @@ function update(node, one) {
     h("p", { class: "muted", text: [!repeated(one) && one.title, one.course].filter(Boolean).join(" · ") }),
     h("p", { class: "finding-message", text: one.message }),
     causeLevels(one.levels),
-    one.alternatives.length > 0 && h("p", { class: "muted small", text: `or ${one.alternatives.map(([issue, chance]) => `${issue} ${percent(chance)}`).join(", ")}` }),
+    one.alternatives.length > 0 && h("p", { class: "muted small", text: `or ${one.alternatives.map(([issue, chance]) => `${issue[0].toLowerCase()}${issue.slice(1)} ${percent(chance)}`).join(", ")}` }),
     h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }
 

@@ -4,7 +4,7 @@
 import { of } from "../api.js";
 import { waterfall } from "../charts/index.js";
 import { fill, h } from "../dom.js";
-import { exactly, number, percent, seconds, withUnit } from "../format.js";
+import { exactly, number, percent, seconds, underTitle } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { rowTable } from "../parts/rows.js";
 
@@ -90,10 +90,12 @@ export function view(root, ctx) {
 
   function drawTable(found) {
     const columns = [
-      { name: "node", text: "node", class: "name", sort: "name", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
+      { name: "node", text: "node", class: "name", sort: "name", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole run" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
       ...found.columns.map((one, i) => ({
         name: one.name, text: one.title, num: true, sort: one.name, title: `${one.name}: ${one.meaning}`,
-        cell: (row) => h("span", { title: exactly(row.values[i], one.unit), text: withUnit(row.values[i], one.unit) }),
+        cell: (row) => (row.odd?.includes(i)
+          ? h("span", { class: "sev-critical", text: "NaN", title: "NaN or infinite" })
+          : h("span", { title: exactly(row.values[i], one.unit), text: underTitle(row.values[i], one) })),
       })),
     ];
     const whole = found.whole.some((one) => one !== null) ? [{ node: "\u0000whole", whole: true, values: found.whole }] : [];
