@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fedvitals.errors import ConfigError, UnsuitedError
 
 LABELS = ("labels", "label", "targets", "target", "y")  # the part of a batch that is a mapping
+_LEAST_DIMENSIONS = (("input_ids", 2), *((name, 1) for name in LABELS))  # of the parts of a batch
 Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 Batch = tuple[Inputs, Tensor]  # inputs and labels
 Stream = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -210,13 +210,18 @@ def _length(batch: Any) -> int:
 def _is_rows(data: Any) -> bool:
     """Return whether data are samples, each a mapping: in a list, or in a Dataset of Hugging Face.
 
-    In a list of batches, every part has a dimension for the samples, and texts have another one.
+    In a list of batches, labels have a dimension for the samples, and texts have two.
     """
-    hugging_face = sys.modules.get("datasets")
     if not isinstance(data, list):
-        return hugging_face is not None and isinstance(data, hugging_face.Dataset)
+        return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
     first = data[0] if data and isinstance(data[0], Mapping) else {}
-    return any(np.ndim(part) < (2 if name == "input_ids" else 1) for name, part in first.items())
+    return any(_dimensions(first[name]) < least for name, least in _LEAST_DIMENSIONS if name in first)
+
+
+def _dimensions(part: Any) -> int:
+    if isinstance(part, list | tuple):
+        return 1 + (_dimensions(part[0]) if part else 0)
+    return int(getattr(part, "ndim", 0))
 
 
 def _from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -75,8 +75,8 @@ class CountedTokens:
 
     def losses(self, numbers: Array) -> dict[str, float]:
         """Return the mean losses «before» and «after» the training, of a model that returns them."""
-        sums = zip(("before", "after"), *numbers[5:].reshape(2, 2).T.tolist(), strict=True)
-        return {when: loss / targets for when, loss, targets in sums if targets}
+        first, last = numbers[5:].reshape(2, 2).tolist()
+        return {when: loss / targets for when, (loss, targets) in (("before", first), ("after", last)) if targets}
 
 
 class TokenCounts:
