@@ -261,7 +261,8 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
     Measure(
         "perplexity.before",
         "1",
-        "Perplexity of the received model on the client's texts: of `train.loss_first`, else of `fit.loss_before`.",
+        "Perplexity as the training begins: of the loss that the model returns in the first eighth of its passes, at "
+        "most 8; of other models that of `train.loss_first`, else of `fit.loss_before`.",
         "exp(loss)",
         needs=_PREDICTED,
         rare=True,
@@ -269,7 +270,7 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
     Measure(
         "perplexity.after",
         "1",
-        "The same of the trained model: of `train.loss_last`, else of `fit.loss_after`.",
+        "The same as it ends: of the last eighth; of other models that of `train.loss_last`, else of `fit.loss_after`.",
         "exp(loss)",
         needs=_PREDICTED,
         rare=True,

@@ -62,7 +62,22 @@ def test_texts_need_no_loss_function_and_another_one_may_be_given():
     assert doubled[0][2] == pytest.approx(2 * expected, rel=1e-5)
 
 
-def test_the_models_own_loss_is_used_where_it_takes_labels():
+def _rows_of_hugging_face(rows):
+    datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
+    return datasets.Dataset.from_list(
+        [{"text": "a", **{name: part.tolist() for name, part in r.items()}} for r in rows]
+    )
+
+
+def test_samples_as_mappings_may_be_pictures_as_well():
+    model = classifier()
+    with torch.no_grad():
+        expected = float(functional.cross_entropy(copy.deepcopy(model).eval()(X), Y))
+    assert measured(model, [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)])[0][2] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", [lambda rows: DataLoader(rows, 8), list, _rows_of_hugging_face])
+def test_the_models_own_loss_is_used_where_it_takes_labels(kind):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, n_positions=16)
     torch.manual_seed(0)
@@ -70,7 +85,31 @@ def test_the_models_own_loss_is_used_where_it_takes_labels():
     rows = [{"input_ids": row, "labels": row} for row in TEXTS[:16]]
     with torch.no_grad():
         expected = float(model.eval()(input_ids=TEXTS[:16], labels=TEXTS[:16]).loss)
-    assert measured(model.train(), DataLoader(rows, 8))[0][2] == pytest.approx(expected, rel=1e-5)
+    assert measured(model.train(), kind(rows))[0][2] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft has older names for settings
+def test_the_loss_of_a_model_that_peft_has_wrapped_is_its_own():
+    """Its `forward` takes everything; targets are the next tokens, and not those at the same place."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, n_positions=16)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        transformers.GPT2LMHeadModel(config), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    rows = {"input_ids": TEXTS[:16], "labels": TEXTS[:16]}
+    with torch.no_grad():
+        expected = float(model.eval()(**rows).loss)
+    assert measured(model, rows)[0][2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_texts_that_nobody_has_padded_are_refused_with_the_remedy():
+    sink = MemorySink()
+    rows = [{"input_ids": row[: 5 + i % 3], "labels": row[: 5 + i % 3]} for i, row in enumerate(TEXTS)]
+    with fv.Monitor(None, sinks=[sink]) as monitor, monitor.round(0, language_model(), held_back=rows):
+        pass
+    assert "collate_fn" in sink.events("probe.abstains")[0].message
 
 
 def test_what_cannot_be_measured_costs_nothing_but_the_measure():

@@ -2,6 +2,7 @@
 """Tokens, lengths and padding of a client's texts, and its perplexity."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,63 @@ def test_perplexity_is_that_of_the_training_loss(tmp_path):
     tokens = torch.randint(1, 11, (4, 6), generator=torch.Generator().manual_seed(0))
     metrics = trained(tmp_path, Texts(), [{"input_ids": tokens}] * 3)
     assert metrics["perplexity.before"] == pytest.approx(math.exp(metrics["train.loss_first"]))
+
+
+class WithLoss(Texts):
+    """Returns its loss, as models of Hugging Face do: a mean over the targets, or their sum over so many."""
+
+    def forward(self, input_ids, labels, num_items_in_batch=None):
+        logits, targets = super().forward(input_ids), labels[:, 1:].flatten()
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction=reduction)
+        return SimpleNamespace(loss=loss / (num_items_in_batch or 1), logits=logits)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_returned_loss_gives_perplexities_in_every_round(tmp_path, accumulated):
+    """Of the first and the last eighth of 16 passes, in which texts have different lengths."""
+    stream, model, sink = torch.Generator().manual_seed(0), WithLoss(), MemorySink()
+    optimizer, expected = torch.optim.SGD(model.parameters(), 0.5), {}
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    with monitor:
+        for number in range(3):
+            losses = []
+            with monitor.round(number), monitor.client("c0", model):
+                for place in range(16):
+                    text = torch.randint(0, 11, (2, 4 + place % 3), generator=stream)
+                    labels = text.masked_fill(torch.rand(text.shape, generator=stream) < 0.2, -100)
+                    count = int((labels[:, 1:] != -100).sum())
+                    items = {"num_items_in_batch": count + 5} if accumulated else {}
+                    optimizer.zero_grad()
+                    loss = model(input_ids=text, labels=labels, **items).loss
+                    losses.append((loss.item() * (count + 5 if accumulated else count), count))
+                    loss.backward()
+                    optimizer.step()
+            for when, own in (("before", losses[:2]), ("after", losses[-2:])):
+                sums, counts = zip(*own, strict=True)
+                expected[number, when] = pytest.approx(math.exp(sum(sums) / sum(counts)), rel=1e-5)
+    for (number, when), perplexity in expected.items():
+        assert sink.value(f"perplexity.{when}", round=number, node="c0") == perplexity
+
+
+def test_a_mean_is_taken_as_one_where_a_model_ignores_the_number_of_items(tmp_path):
+    """As T5 does of Hugging Face: its trainer passes the number, of all batches of a step, to every model."""
+
+    class Mean(WithLoss):
+        loss_function = None
+
+        def forward(self, input_ids, labels, **_):
+            return super().forward(input_ids, labels)
+
+    tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+    model, sink = Mean(), MemorySink()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    with monitor, monitor.round(0), monitor.client("c0", model):
+        loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=160).loss
+        loss.backward()
+        optimizer.step()
+    assert sink.value("perplexity.before", node="c0") == pytest.approx(math.exp(loss.item()), rel=1e-5)
 
 
 class Classifier(nn.Module):

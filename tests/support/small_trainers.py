@@ -26,14 +26,14 @@ def texts(seed=1):
     return [{"input_ids": row, "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": row} for row in rows]
 
 
-def tune(folder, callbacks, model=None, **changes):
+def tune(folder, callbacks, model=None, rows=None, **changes):
     """Train with Hugging Face's Trainer; gives it."""
     settings = {
         "per_device_train_batch_size": BATCH, "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 1e-2,
         "warmup_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(str(folder), **settings | changes)
-    rows = texts()
+    rows = rows or texts()
     model = model or language_model()
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks)
     trainer.train()

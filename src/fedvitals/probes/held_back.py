@@ -43,8 +43,14 @@ def held_back_loss(model: nn.Module, data: Any, loss: Callable[..., Any] | None 
     return math.fsum(losses) / len(losses)
 
 
+def _takes_labels(model: nn.Module) -> bool:
+    """Return whether a model computes its own loss; the wrappers of peft and of the compiler do as what they wrap."""
+    own: Any = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
+    return "labels" in inspect.signature(own.forward).parameters
+
+
 def _batch_loss(model: nn.Module, x: samples.Inputs, y: Tensor, loss: Callable[..., Any] | None) -> float:
-    if loss is None and "labels" in inspect.signature(model.forward).parameters:
+    if loss is None and _takes_labels(model):
         named = {**x, "labels": y} if isinstance(x, Mapping) else None
         output = model(**named) if named else model(*(x if isinstance(x, tuple) else (x,)), labels=y)
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

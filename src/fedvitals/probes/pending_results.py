@@ -127,8 +127,7 @@ class PendingResults:
         if not preset.brief:
             self.results.take(movement(update))
             self.results.matrices.append(("update", update.rows, None))
-        if self._totals.tokens is not None and self._totals.tokens.predicted:
-            self._tell_perplexity()
+        self._tell_perplexity(on_host)
         self.cost += time.perf_counter() - started
         return update
 
@@ -137,10 +136,14 @@ class PendingResults:
         if tokens is not None:
             self.results.take(tokens.metrics(on_host[id(tokens.numbers)]))
 
-    def _tell_perplexity(self) -> None:
+    def _tell_perplexity(self, on_host: Mapping[int, Array]) -> None:
+        tokens = self._totals.tokens
+        if tokens is None or not tokens.predicted:
+            return
         known = {name: value for name, value, _ in self.results.metrics}
+        returned = tokens.losses(on_host[id(tokens.numbers)])
         for when, names in PERPLEXITIES.items():
-            loss = next((known[name] for name in names if name in known), None)
+            loss = returned.get(when) or next((known[name] for name in names if name in known), None)
             if loss is not None and loss < MOST_NATS:
                 self.results.take({f"perplexity.{when}": math.exp(loss)})
 

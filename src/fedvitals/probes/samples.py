@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fedvitals.errors import ConfigError, UnsuitedError
 
 LABELS = ("labels", "label", "targets", "target", "y")  # the part of a batch that is a mapping
+_LEAST_DIMENSIONS = (("input_ids", 2), *((name, 1) for name in LABELS))  # of the parts of a batch
 Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 Batch = tuple[Inputs, Tensor]  # inputs and labels
 Stream = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -42,20 +43,21 @@ def size(data: Any) -> int:
                     f"data= takes as many labels as inputs; got {len(data[0]):,} inputs and {len(data[1]):,} labels."
                 )
             return len(data[0])
-        case list() | tuple():
-            return sum(_length(batch) for batch in data)
-        case Mapping():
-            return _length(data)
         case IterableDataset():
             raise UnsuitedError(
                 f"The client's own samples are not looked at: a stream ({type(data).__name__}) has no size, and cannot "
                 "be read without consuming it."
             )
-        case Dataset() if hasattr(data, "__len__"):
+        case _ if _is_rows(data) or (isinstance(data, Dataset) and hasattr(data, "__len__")):
             return len(data)
+        case list() | tuple():
+            return sum(_length(batch) for batch in data)
+        case Mapping():
+            return _length(data)
     raise ConfigError(
-        f"data= takes a DataLoader, a map-style Dataset, a pair of tensors or arrays (x, y), or a list of batches; got "
-        f"{type(data).__name__}. One-shot iterators are refused: reading them would change the training."
+        "Data are given as a DataLoader, a map-style Dataset, a pair of tensors or arrays (x, y), or a list of batches "
+        f"or tokenised texts; got {type(data).__name__}. One-shot iterators are refused: reading them would change the "
+        "training."
     )
 
 
@@ -65,6 +67,8 @@ def batch_size(data: Any) -> int | None:
         case DataLoader():
             return data.batch_size
         case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
+            return None
+        case list() if _is_rows(data):
             return None
         case list() | tuple() if data:
             return -(-size(data) // len(data))
@@ -84,6 +88,8 @@ def read(data: Any, indices: Sequence[int]) -> Batch:  # noqa: PLR0911 - one for
             return _pair([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
         case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
             return torch.as_tensor(data[0][indices]), torch.as_tensor(data[1][indices])
+        case _ if _is_rows(data):
+            return _pair(_from_rows([data[i] for i in indices]))
         case list() | tuple():
             return _from_batches(data, indices)
         case Mapping():
@@ -203,6 +209,40 @@ def _length(batch: Any) -> int:
     if isinstance(batch, Mapping):
         return next((len(part) for part in batch.values() if isinstance(part, Tensor | np.ndarray) and part.ndim), 0)
     return len(batch[-1])
+
+
+def _is_rows(data: Any) -> bool:
+    """Return whether data are samples, each a mapping: in a list, or in a Dataset of Hugging Face.
+
+    In a list of batches, labels have a dimension for the samples, and texts have two.
+    """
+    if not isinstance(data, list):
+        return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
+    first = data[0] if data and isinstance(data[0], Mapping) else {}
+    return any(_dimensions(first[name]) < least for name, least in _LEAST_DIMENSIONS if name in first)
+
+
+def _dimensions(part: Any) -> int:
+    if isinstance(part, list | tuple):
+        return 1 + (_dimensions(part[0]) if part else 0)
+    return int(getattr(part, "ndim", 0))
+
+
+def _from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return samples, each a mapping, as one batch. What is no number, such as a text itself, is left out."""
+    batch = {}
+    for name in rows[0]:
+        try:
+            parts = [torch.as_tensor(row[name]) for row in rows]
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if len({part.shape for part in parts}) > 1:
+            raise UnsuitedError(
+                f"Texts as mappings are not padded, and their «{name}» have different lengths: pass a DataLoader with "
+                "the trainer's collate_fn."
+            )
+        batch[name] = torch.stack(parts)
+    return batch
 
 
 def _from_batches(batches: Sequence[Any], indices: Sequence[int]) -> Batch:

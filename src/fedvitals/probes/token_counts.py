@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that a client's training reads: how many, how long its texts are, what is padding, and how fast it goes.
 
-A hook after the model's forward pass sees the integers [texts, positions] that went in, the mask beside them, and over
-how many classes the outputs are. What is counted stays on its device until the client's scope closes. Only models with
-an embedding are looked at.
+A hook after the model's forward pass sees the integers [texts, positions] that went in, the mask beside them, over how
+many classes the outputs are, and the loss of a model that returns one. What is counted stays on its device until the
+client's scope closes. Only models with an embedding are looked at.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ from fedvitals.stats import Array
 
 _LOG = logging.getLogger("fedvitals")
 IGNORED = -100  # the target of what is not learnt
+END_SHARE, MOST_PASSES = 8, 8  # perplexities are of the first and the last eighth of the passes, and of no more of them
 _TOKENS = (torch.int64, torch.int32)
 
 PEAK = "FEDVITALS_PEAK_FLOPS"  # of the environment: operations a second of the device that a process trains on
@@ -47,9 +51,9 @@ PEAK_FLOPS = {
 class CountedTokens:
     """A training's tokens, on their way to the host. Those of several processes add up.
 
-    `numbers`: texts, positions, tokens, texts without padding of the widest batch, processes; of a model that returns
-    its loss and no logits, the sum of the losses and their tokens. `seconds`: of the training. `token_cost`: the share
-    of a device's peak that one token a second takes; 0 where the peak is not known.
+    `numbers`: texts, positions, tokens, texts without padding of the widest batch, processes; and of a model that
+    returns its loss, the sums of losses and targets in the first passes, and in the last. `seconds`: of the training.
+    `token_cost`: the share of a device's peak that one token a second takes; 0 where the peak is not known.
     """
 
     numbers: Tensor | Array
@@ -60,16 +64,19 @@ class CountedTokens:
 
     def metrics(self, numbers: Array) -> dict[str, float]:
         """Return the metrics, from the `numbers` on the host."""
-        texts, positions, tokens, full, processes, loss, targets = (float(number) for number in numbers)
+        texts, positions, tokens, full, processes = (float(number) for number in numbers[:5])
         metrics = {"tokens": tokens, "tokens.length": tokens / texts}
         if self.masked:
             metrics |= {"tokens.padding": 1 - tokens / positions, "tokens.full": full / texts}
-        if targets:
-            metrics["train.loss_first"] = loss / targets
         if self.seconds > 0:
             speed = metrics["throughput.tokens"] = tokens / self.seconds
             metrics |= {"model.flops_utilisation": speed * self.token_cost / processes} if self.token_cost else {}
         return metrics
+
+    def losses(self, numbers: Array) -> dict[str, float]:
+        """Return the mean losses «before» and «after» the training, of a model that returns them."""
+        first, last = numbers[5:].reshape(2, 2).tolist()
+        return {when: loss / targets for when, (loss, targets) in (("before", first), ("after", last)) if targets}
 
 
 class TokenCounts:
@@ -79,8 +86,9 @@ class TokenCounts:
         self._model = model
         self._texts = self._positions = self._widest = self._classes = 0
         self._tokens: int | Tensor = 0
-        self._loss: float | Tensor = 0.0
-        self._targets: int | Tensor = 0
+        self._passes = 0  # that returned a loss
+        self._first: list[tuple[Tensor, Tensor]] = []  # of these: sums of losses, and targets
+        self._last: deque[tuple[Tensor, Tensor]] = deque(maxlen=MOST_PASSES)
         self._full: dict[int, int | Tensor] = {}  # by width: texts without padding
         self._masked = False
         self._padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -104,8 +112,7 @@ class TokenCounts:
         logits = logits_of(output)
         if isinstance(logits, Tensor) and logits.dim() > 1:
             self._classes = logits.shape[-1]
-        else:
-            self._add_loss(tokens, named, output)
+        self._add_loss(named, output)
         texts, width = tokens.shape
         mask = named.get("attention_mask")
         if not (isinstance(mask, Tensor) and mask.shape == tokens.shape):
@@ -122,26 +129,32 @@ class TokenCounts:
         self._tokens += lengths.sum()
         self._full[width] = full + (lengths == width).sum()
 
-    def _add_loss(self, tokens: Tensor, named: Mapping[str, Any], output: Any) -> None:
-        """Add the loss that a model returns without logits, as with a fused last layer (TRL, Liger): a mean over the
-        next tokens, or their sum over `num_items_in_batch`.
-        """
+    def _add_loss(self, named: Mapping[str, Any], output: Any) -> None:
+        """Add the loss that a model returns: a mean over the targets, or their sum over `num_items_in_batch`."""
         loss, labels = getattr(output, "loss", None), named.get("labels")
-        if isinstance(loss, Tensor) and isinstance(labels, Tensor) and labels.shape == tokens.shape:
-            targets = (labels[:, 1:] != IGNORED).sum()
-            items = named.get("num_items_in_batch")
-            self._targets = self._targets + targets
-            self._loss = self._loss + loss.detach().double() * (targets if items is None else items)
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and isinstance(labels, Tensor) and labels.dim() == 2):
+            return
+        moved = getattr(self._model, "loss_type", None) != "ForMaskedLM"  # whether the next token is the target
+        targets = (labels[:, int(moved) :] != IGNORED).sum()
+        items = named.get("num_items_in_batch") if _sums_over_items(self._model) else None
+        own = loss.detach().float() * (targets if items is None else items), targets
+        self._passes += 1
+        self._last.append(own)
+        if len(self._first) < MOST_PASSES:
+            self._first.append(own)
 
     def counted(self, seconds: float) -> CountedTokens | None:
         """Return what was counted in a training of so many seconds; None of a model that read no tokens."""
         if not self._texts:
             return None
         full = self._full[self._widest]
-        counts = [self._texts, self._positions, self._tokens, full, 1, self._loss, self._targets]
+        end = min(MOST_PASSES, -(-self._passes // END_SHARE))
+        parts = (self._first[:end], [*self._last][len(self._last) - end :])
+        losses = [sum(own[place] for own in part) for part in parts for place in (0, 1)]
+        counts = [self._texts, self._positions, self._tokens, full, 1, *losses]
         device = next((count.device for count in counts if isinstance(count, Tensor)), None)
         numbers: Tensor | Array = np.array(counts, np.float64) if device is None else _stacked(counts, device)
-        predicted = self._is_vocabulary(self._classes) or not isinstance(self._targets, int)
+        predicted = self._is_vocabulary(self._classes) if self._classes else bool(self._passes)
         return CountedTokens(numbers, seconds, self._masked, predicted, self._token_cost())
 
     def _is_vocabulary(self, classes: int) -> bool:
@@ -191,6 +204,19 @@ def device_peak(device: torch.device) -> float | None:
 def peak_flops(name: str) -> float | None:
     """Return the operations a second of a GPU in half precision, by its name; None if it is not known."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+@functools.cache
+def _sums_over(forward: Callable[..., Any]) -> bool:
+    code: Any = getattr(inspect.unwrap(forward), "__code__", None)
+    words = () if code is None else (*code.co_names, *code.co_varnames, *code.co_consts)
+    return not words or not {"loss_function", "num_items_in_batch"}.isdisjoint(words)
+
+
+def _sums_over_items(model: Any) -> bool:
+    """Return whether a model heeds `num_items_in_batch`: some take it, and return a mean all the same."""
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return not hasattr(own, "loss_function") or _sums_over(type(own).forward)
 
 
 def _is_tokens(part: Any) -> bool:

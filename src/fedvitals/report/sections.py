@@ -105,8 +105,8 @@ def adapters_part(reader: Reader, run: str, pictures: Pictures) -> Folded | None
         words = "spectrum and ranks of the adapters, error of the aggregation, and the clients' parts"
         blocks.append(pictures.of("adapters", words, lambda: plot.adapters((reader, run))))
     for sign, words in (
-        ("perplexity.before", "perplexity of the received model"),
-        ("perplexity.after", "perplexity of the trained model"),
+        ("perplexity.before", "perplexity as training begins"),
+        ("perplexity.after", "perplexity as training ends"),
         ("tokens.length", "tokens in a text"),
         ("tokens.padding", "share of padding"),
         ("throughput.tokens", "tokens per second"),

@@ -4,6 +4,7 @@
 import time
 
 import pytest
+from flwr.app import MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
 import fedvitals as fv
@@ -59,3 +60,13 @@ def test_who_is_late_in_every_evaluation_has_a_timeout():
     with watched(detectors="standard") as (monitor, sink):
         federate(FedAvg(), with_mod(), monitor, nodes=5, rounds=8, fate=lost)
     assert {finding.where.node for finding in sink.of(Finding, "TIMEOUT")} == {SLOW}
+
+
+def test_forgetting_is_found_by_the_held_back_loss_that_the_server_measures():
+    """Flower's server has no model, so its `evaluate_fn` measures it, and gives it this name."""
+    losses = [3.0, 2.9, 2.8, 2.8, 3.3, 3.5]
+    measured = lambda number, _: MetricRecord({"loss": 3.0 - number / 100, "held_back.loss": losses[number]})  # noqa: E731
+    with watched(detectors="standard") as (monitor, sink):
+        federate(FedAvg(), with_mod(), monitor, rounds=5, evaluate_fn=measured)
+    assert [sink.value("held_back.loss", round=number) for number in range(1, 6)] == losses[1:]
+    assert [finding.where.round for finding in sink.of(Finding, "FORGETTING")] == [4, 5]

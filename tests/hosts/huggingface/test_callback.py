@@ -8,7 +8,7 @@ import torch
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.records import Run
+from fedvitals.records import Finding, Run
 from fedvitals.scope import current
 from fedvitals.testing import MemorySink
 from support.hooks import hooks_left
@@ -57,6 +57,14 @@ def test_held_back_texts_are_measured_after_each_round_and_change_no_bits(tmp_pa
     assert losses[-1] == pytest.approx(float(sum(batches)) / len(batches), rel=1e-5)
     plain = tune(tmp_path, [])
     assert all(map(torch.equal, weights(trainer.model), weights(plain.model)))
+
+
+def test_forgetting_is_found_where_other_texts_push_out_what_was_learnt(tmp_path):
+    sink, model, known = MemorySink(), language_model(), texts(2)
+    tune(tmp_path, [], model, rows=known, num_train_epochs=20)
+    callback = fv.huggingface.Callback(None, sinks=[sink], strict=True, held_back=known)
+    tune(tmp_path, [callback], model, num_train_epochs=5, learning_rate=3e-3)
+    assert sink.of(Finding, "FORGETTING")
 
 
 CASES = {
@@ -200,8 +208,9 @@ def test_supervised_fine_tuning(tmp_path, accumulated):
         assert sink.value("tokens", round=number, node="model") == sum(len(row["input_ids"]) for row in rows)
         assert sink.value("adapter.scale", round=number, node="model") == 3
         assert sink.value("adapter.change", round=number, node="server") > 0
-        perplexity = sink.value("perplexity.before", round=number, node="model")
-        assert perplexity == pytest.approx(math.exp(sum(own) / steps), rel=0.02)  # of tokens, not of batches
+        for when, loss in (("before", own[0]), ("after", own[-1])):
+            perplexity = sink.value(f"perplexity.{when}", round=number, node="model")
+            assert perplexity == pytest.approx(math.exp(loss), rel=0.02)  # of a batch; a step may have two
 
 
 def _characters():

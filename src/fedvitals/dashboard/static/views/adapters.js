@@ -9,8 +9,8 @@ import { empty } from "../parts/states.js";
 
 export const title = "Adapters";
 const SIGNS = {
-  "perplexity.before": ["perplexity of the received model, by client", "1"],
-  "perplexity.after": ["perplexity of the trained model, by client", "1"],
+  "perplexity.before": ["perplexity as training begins, by client", "1"],
+  "perplexity.after": ["perplexity as training ends, by client", "1"],
   "tokens.length": ["tokens in a text, by client", "tokens"],
   "tokens.padding": ["padding, by client", "share"],
   "throughput.tokens": ["tokens per second, by client", "tokens/s"],
