@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,7 +45,9 @@ def held_back_loss(model: nn.Module, data: Any, loss: Callable[..., Any] | None 
 
 def _takes_labels(model: nn.Module) -> bool:
     """Return whether a model computes its own loss; the wrappers of peft and of the compiler do as what they wrap."""
-    own: Any = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
+    own: Any = (
+        cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
+    )
     return "labels" in inspect.signature(own.forward).parameters
 
 

@@ -267,7 +267,7 @@ def _images(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)}))) if numbers else "none"
 
 
 def _listed(words: Iterable[object]) -> str:
