@@ -9,6 +9,7 @@ from fedvitals.diagnosis.examine import examine
 
 CLIENTS, ROUNDS = [f"c{i}" for i in range(6)], 6
 GRADIENTS = {("gradient.norm", node): [1.0] * ROUNDS for node in CLIENTS}
+SAMPLES = {("update.samples", node): [100.0] * ROUNDS for node in CLIENTS}
 
 
 def named(sizes, report):
@@ -19,9 +20,15 @@ def named(sizes, report):
     return {(finding.where.node, finding.where.round) for finding in findings}
 
 
-@pytest.mark.parametrize("report", [GRADIENTS, {}])
+@pytest.mark.parametrize("report", [GRADIENTS, SAMPLES], ids=["gradients", "samples"])
 def test_an_update_that_was_always_scaled_is_named_from_the_second_round_on(report):
     assert named({"c2": [8.0] * ROUNDS}, report) == {("c2", number) for number in range(1, ROUNDS)}
+
+
+def test_of_clients_that_nothing_is_known_of_one_may_simply_train_on_more_data():
+    assert named({"c2": [8.0] * ROUNDS}, {}) == set()
+    begun = {"c2": [1.0, 1.0, 1.0, 8.0, 8.0, 8.0]}  # it was as the others are
+    assert named(begun, {}) == {("c2", 4), ("c2", 5)}
 
 
 def test_an_attack_that_pauses_is_named_whenever_it_strikes():
@@ -56,4 +63,4 @@ def test_a_single_large_update_is_no_reason():
 def test_without_a_report_nobody_is_named_once_the_others_have_converged():
     """Wrong labels alone then make updates that are many times as large."""
     shrinking = [1.0, 1.0, 0.1, 0.1, 0.1, 0.1]
-    assert named({node: [1.0] * ROUNDS if node == "c2" else shrinking for node in CLIENTS}, {}) == set()
+    assert named({node: [1.0] * ROUNDS if node == "c2" else shrinking for node in CLIENTS}, SAMPLES) == set()

@@ -29,6 +29,7 @@ MOST = 0.4  # of the clients: more are a population of their own
 TIMES = 3.0  # the largest of the others', and as often what the client's own report explains
 TIMES_UNREPORTED = 4.0  # the largest of the others', where nothing is reported
 RECENT, ODD = 4, 2  # newest participations of a client, and how many of these must be odd
+PAST, USUAL = 12, 3  # newest participations, and in how many a client of unknown data must have been as others are
 LATE = 0.3  # of the run's largest median size: below it, wrong labels alone make large updates
 REPORTED = ("gradient.norm", "steps", "optimizer.learning_rate")  # to whose product an update's size is proportional
 CONFIDENCE = 0.9
@@ -51,7 +52,9 @@ def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
         explained = _reported_size(history, round_index, node, outstanding)
         usual = median(norm for other, norm in norms.items() if other not in outstanding)
         unexplained = (
-            (times >= TIMES_UNREPORTED and not late) if explained is None else norms[node] > TIMES * explained * usual
+            times >= TIMES_UNREPORTED and not late and _amount_known(history, round_index, node)
+            if explained is None
+            else norms[node] > TIMES * explained * usual
         )
         if len(odd_rounds[node]) < ODD or not unexplained or node in named or trend.is_explained(node):
             continue
@@ -75,6 +78,16 @@ def _odd_rounds(history: History, round_index: int, node: Node) -> list[int]:
     """Return those of a client's newest participations in which it stands out."""
     own = [r for r in rounds_until(history, round_index) if node in history.latest("update.norm", r)][-RECENT:]
     return [r for r in own if node in _outstanding(history, r)]
+
+
+def _amount_known(history: History, round_index: int, node: Node) -> bool:
+    """Return whether a larger amount of training is ruled out: the client's number of samples is known, or its updates
+    were as large as the others' before. A client may simply train on more data.
+    """
+    if node in history.latest("update.samples", round_index):
+        return True
+    own = [r for r in rounds_until(history, round_index) if node in history.latest("update.norm", r)]
+    return sum(node not in _outstanding(history, r) for r in own[-PAST:]) >= USUAL
 
 
 def _reported_size(history: History, round_index: int, node: Node, outstanding: Mapping[Node, float]) -> float | None:
