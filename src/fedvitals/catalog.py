@@ -32,7 +32,14 @@ _BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; recorded when th
 _MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py; each second", "rare": True}
 
 _NOT_JUDGED: dict[str, Any] = {"level": 0, "rare": True}
-_REASONS = ("masked", "unseen", "transformed", "unmeasured", "few_clients")  # see `diagnosis.abstentions`
+_REASONS = (
+    "masked",
+    "unseen",
+    "transformed",
+    "unmeasured",
+    "few_clients",
+    "few_samples",
+)  # see `diagnosis.abstentions`
 MEASURES: tuple[Measure, ...] = (
     Measure(
         "loss",

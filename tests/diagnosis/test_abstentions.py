@@ -64,6 +64,15 @@ def test_a_client_whose_update_did_not_come_is_not_judged_and_the_others_are():
     assert (abstention.rule, abstention.nodes) == ("unseen", ("c0",))
 
 
+def test_a_client_with_a_tenth_of_the_usual_samples_is_not_judged_unless_its_update_is_large():
+    counts = {("update.samples", node): [9.0 if node == "c0" else 100.0] for node in CLIENTS}
+    values = measured(["update.norm", "gradient.norm"]) | counts
+    (abstention,) = abstentions(history_of(values), 0)
+    assert (abstention.rule, abstention.nodes) == ("few_samples", ("c0",))
+    assert abstentions(history_of(values | {("update.norm", "c0"): [2.1]}), 0) == []
+    assert abstentions(history_of(values | {("update.samples", "c0"): [10.0]}), 0) == []
+
+
 def test_one_model_that_trains_alone_is_compared_with_nobody():
     assert abstentions(history_of(measured(["steps", "gradient.norm"], ["model"])), 0) == []
 

@@ -44,6 +44,7 @@ CLAIM = {
         "memory.resident", "memory.telemetry", "memory.tensors", "monitor.alive", "monitor.cost", "monitor.lost",
         "monitor.thinned",
         "diagnosis.client_rounds", "diagnosis.not_judged", "diagnosis.not_judged.few_clients",
+        "diagnosis.not_judged.few_samples",
         "diagnosis.not_judged.masked", "diagnosis.not_judged.transformed", "diagnosis.not_judged.unmeasured",
         "diagnosis.not_judged.unseen",
         "privacy.epsilon", "process.cpu",

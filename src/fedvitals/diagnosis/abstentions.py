@@ -12,7 +12,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedvitals.diagnosis.evidence.attendance import FAILED_CALL_EVENTS, clients_of, events_in
+from fedvitals.diagnosis.evidence.attendance import (
+    FAILED_CALL_EVENTS,
+    clients_of,
+    clients_with_few_samples,
+    events_in,
+)
 from fedvitals.diagnosis.evidence.own_past import compared_with_own_past
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
@@ -28,6 +33,8 @@ NOT_JUDGED = {
     "transformed": "updates are compressed, clipped, noised or otherwise changed on the way, so that the rules for "
     "untouched updates mean nothing, and too little is known yet of the clients' own past",
     "unmeasured": "neither the directions of updates nor training were measured",
+    "few_samples": "they train on less than a tenth of the usual number of samples, after which an update says little, "
+    "and too little is known yet of their own past",
     "few_clients": f"fewer than {FEWEST} clients took part, too few to compare one with the others, and too little "
     "is known yet of their own past",
 }
@@ -70,7 +77,11 @@ def abstentions(history: History, round_index: int) -> list[Abstention]:
         others = tuple(node for node in seen if node not in own)
         return [*stated, Abstention(rule, others)] if others else stated
     unmeasured = [node for node in seen if node not in _measured(history, round_index)]
-    return [*stated, Abstention("unmeasured", tuple(unmeasured))] if unmeasured else stated
+    stated += [Abstention("unmeasured", tuple(unmeasured))] if unmeasured else []
+    few = clients_with_few_samples(history, round_index) - {*unmeasured}
+    few -= compared_with_own_past(history, round_index) if few else frozenset()
+    small = tuple(node for node in seen if node in few)
+    return [*stated, Abstention("few_samples", small)] if small else stated
 
 
 def _is_masked(history: History) -> bool:

@@ -21,6 +21,7 @@ from fedvitals.records import FAILURES, Event
 SERVER = "server"
 TRAIN = "train"  # what the host calls the phase in which updates are made
 LOOK_BACK = 30  # rounds in which the past of a client is looked for
+FEW_SAMPLES = 0.1  # of the median client's: fewer say little
 
 
 def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
@@ -57,6 +58,24 @@ def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -
     """Return the median of a metric over all but these nodes; None if there are no others."""
     others = [value for node, value in values.items() if node not in left_out]
     return float(np.median(others)) if others else None
+
+
+@shared
+def clients_with_few_samples(history: History, round_index: int) -> frozenset[Node]:
+    """Return the clients that train on less than a tenth of the usual number of samples, and whose updates are at most
+    twice as large as usual.
+
+    After one or two steps an update says little about the samples behind it. The size is what the server measures, so
+    that a client cannot hide a large update behind a small number.
+    """
+    counts = {**history.latest("samples", round_index), **history.latest("update.samples", round_index)}
+    norms = {node: norm for node, norm in history.latest("update.norm", round_index).items() if math.isfinite(norm)}
+    if not counts or not norms:
+        return frozenset()
+    fewest, usual = FEW_SAMPLES * float(np.median([*counts.values()])), float(np.median([*norms.values()]))
+    return frozenset(
+        node for node, count in counts.items() if count < fewest and norms.get(node, math.inf) <= 2 * usual
+    )
 
 
 def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:

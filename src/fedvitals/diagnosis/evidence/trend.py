@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.diagnosis.evidence.attendance import clients_with_few_samples, groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
@@ -188,7 +188,9 @@ class EvidenceTrend:
         exchanged = self.exchanging = groups_exchange_models(groups_of(history, round_index))
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
-            self._add_evidence(round_index, rows, self.scores, vital_signs, cohort)
+            few = clients_with_few_samples(history, round_index)
+            comparable = np.array([node not in few for node in vital_signs.nodes], np.bool_)
+            self._add_evidence(round_index, rows, self.scores, vital_signs, cohort, comparable)
         self._count_classified(history, round_index, rows, vital_signs)
         self._update_suspected_kinds(vital_signs.nodes, rows, unaltered)
 
@@ -225,7 +227,15 @@ class EvidenceTrend:
         self.largest = max(self.largest, median)
         return 0 < median < CONVERGED * self.largest  # a model of NaN has no finite update
 
-    def _add_evidence(self, round_index: int, rows: Rows, scores: Scores, vital_signs: VitalSigns, cohort: str) -> None:
+    def _add_evidence(
+        self,
+        round_index: int,
+        rows: Rows,
+        scores: Scores,
+        vital_signs: VitalSigns,
+        cohort: str,
+        comparable: npt.NDArray[np.bool_],
+    ) -> None:
         prepared: dict[tuple[bool, int], tuple[Array, Array]] = {}  # two of the views have the same features
         for name, view in self.views.items():
             learnt = self.model.views[name]
@@ -241,7 +251,7 @@ class EvidenceTrend:
             excess = max(0.0, view.withdrawn - max(1.0, 2 * allowed * self.rounds / 100))
             limit = self.limits[name] = learnt.limit(cohort, allowed) + excess
             # A round in which a client's fit was not measured is no sign of its health: such views wait for the next.
-            counted = np.ones(len(rows), np.bool_) if name == "server" else ~scores.unmeasured
+            counted = comparable if name == "server" else comparable & ~scores.unmeasured
             view.add(rows[counted], round_index, gained[counted], likely[counted], limit)
 
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
