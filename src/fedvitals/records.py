@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -313,6 +314,19 @@ class Sketch:
     sequence: int = 0
 
 
+def certainty(probability: float, *, proven: bool = False) -> str:
+    """Return a probability as whole per cent, the format of all pages, tables and sentences.
+
+    What rounds to 100 % is «> 99 %», which no statistic exceeds, unless it is 1 and `proven`: by an exact test, or by a
+    user's own rule.
+    """
+    if not math.isfinite(probability):
+        return "–"
+    if probability >= 0.995 and not (proven and probability == 1):
+        return "> 99 %"
+    return f"{100 * probability:.0f} %"
+
+
 @dataclass(frozen=True, slots=True)
 class Suspect:
     """A node that a finding accuses: how strongly (`score`), and why."""
@@ -357,7 +371,7 @@ class Finding:
         titles = ("severity", "where", "round", "what", "sure", "suspects")
         suspects = ", ".join(suspect.node for suspect in self.suspects)
         what = f"{self.issue}: {self.message}"
-        cells = self.severity, place, self.where.round, what, f"{100 * self.confidence:.0f} %", suspects
+        cells = self.severity, place, self.where.round, what, certainty(self.confidence), suspects
         return html.display(html.table(titles, [cells]))
 
 

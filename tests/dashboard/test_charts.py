@@ -59,6 +59,26 @@ def pixel(page: Any, chart: str, at: int, y: float) -> list[int]:
     return ask(page, "pixel", [chart, at, y])[:3]
 
 
+# Whether a cell of the matrix has a ring, without and with NaN in it.
+RING_IN_A_MATRIX = """async () => {
+  const chart = window.gallery.charts.matrix;
+  const ringed = [];
+  for (const cell of [0, NaN]) {
+    chart.update({ rows: ["c0", "c1"], values: Float32Array.of(1, cell, 0, 1), low: -1, high: 1 });
+    await new Promise((done) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 0));
+    const { dom, box } = chart.frame;
+    const ratio = dom.canvas.width / box.width;
+    const inside = [box.x0 + 1.25 * box.cell, box.y0 + 0.25 * box.cell, box.cell / 2, box.cell / 2];
+    const at = inside.map((p) => Math.round(p * ratio));
+    const { data } = dom.canvas.getContext("2d").getImageData(...at);
+    const light = (i) => Math.min(data[i], data[i + 1], data[i + 2]);
+    const lights = Array.from({ length: data.length / 4 }, (_, i) => light(4 * i));
+    ringed.push(Math.max(...lights) - Math.min(...lights) > 100);
+  }
+  return ringed;
+}"""
+
+
 def saved(page: Any, chart: str, entry: str, folder: Path) -> bytes:
     plot = page.locator("#main figure", has=page.locator(f".chart-title:text-is({chart!r})"))
     plot.locator(".chart-menu-button").click()
@@ -89,6 +109,8 @@ def test_axe_has_nothing_against_the_charts(page: Any, gallery: str) -> None:
 def test_a_cell_has_the_colour_of_its_value(page: Any, gallery: str) -> None:
     draw(page, gallery, "heat")
     assert pixel(page, "logged", 31, 2.5 * 14) == DARKEST  # zero has no logarithm: the map's lowest
+    draw(page, gallery, "map")
+    assert page.evaluate(RING_IN_A_MATRIX) == [False, True]
     draw(page, gallery, "overview")
     assert pixel(page, "clients", 12, 3.5 * 14 - 5) == [0, 0, 0]  # NaN
     assert pixel(page, "clients", 14, 4.5 * 14 - 5) == BRIGHTEST  # +∞

@@ -21,7 +21,7 @@ EXPECTED = {
     "label noise": ("PROBLEM", "c7", "wrong labels", "since round 4", "Next step: Look at the samples",
                     "suspect_samples"),
     "straggler": ("PROBLEM", "c3", "slower than the others", "since round 3", "waited", "of their time", "Next step:",
-                  "fewer steps"),
+                  "Speed up the client"),
     "rings": ("PROBLEM", "c4", "manipulated updates", "sign", "since round 4", "Next step: Leave the client out"),
     "crash": ("PROBLEM", "c1", "crashes", "RuntimeError", "since round 3", "Next step: Read the traceback"),
     "drift": ("PROBLEM", "Clients pull apart", "its own task", "Next step: Shorten local training"),

@@ -48,6 +48,11 @@ def test_runs_by_name_id_place_and_newest(store):
         runs["quite"]
     with pytest.raises(ConfigError, match="got float"):
         runs[1.0]
+    for place in (5, -4):
+        with pytest.raises(
+            ConfigError, match=rf"There is no run {place}: the store has 3 runs.*by its place, its name"
+        ):
+            runs[place]
 
 
 def test_a_store_is_found_as_everywhere(store, tmp_path, monkeypatch):

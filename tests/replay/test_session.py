@@ -264,7 +264,7 @@ def test_running_on_stops_where_a_condition_holds(session):
     session.watch("accuracy")
     hit = session.run_until()
     assert (hit.number, hit.round) == (number, 3)
-    assert [told.round for told in session.told] == [1, 2, 3]
+    assert [hit.round for hit in session.watch_hits] == [1, 2, 3]
     assert session.run_until("loss > 1e9") is None
     assert session.round == ROUNDS - 1
     with pytest.raises(ConfigError, match="go back first"):

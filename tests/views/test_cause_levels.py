@@ -2,16 +2,20 @@
 """What is said of a faulty client goes as far as it is sure: the cause, the family, or that something is wrong."""
 
 import html
+import math
 from dataclasses import replace
 
 import pytest
 
 from fedvitals.diagnosis.cases import cases
 from fedvitals.diagnosis.finding import finding
-from fedvitals.records import Where
+from fedvitals.diagnosis.issues.table import how_sure
+from fedvitals.records import Finding, Where
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
+from fedvitals.views.case_sentences import sure
 from fedvitals.views.cause_levels import levels_in_words, levels_of, what_looks_wrong
+from fedvitals.views.overview import suspects
 from support.dashboard_server import expect, judge, needs_browser, ready, serve
 from support.runs_by_hand import course
 from support.timed_run import stored
@@ -49,6 +53,28 @@ def test_words_go_as_far_as_they_are_sure(causes, views, words):
 def test_several_are_named_in_the_plural_and_nobody_by_its():
     assert what_looks_wrong(case_with(), "c3 and c7", several=True).startswith("the data of c3 and c7 looks wrong")
     assert what_looks_wrong(case_with()).startswith("its data looks wrong")
+
+
+@pytest.mark.parametrize(
+    ("issue", "probability", "words"),
+    [
+        ("LABEL_NOISE", 0.9, "90 %"),
+        ("LABEL_NOISE", 0.996, "> 99 %"),
+        ("LABEL_NOISE", 1.0, "> 99 %"),  # a statistic
+        ("NAN_UPDATE", 1.0, "100 %"),  # an exact test
+        ("MY_RULE", 1.0, "100 %"),  # a user's own
+        ("MY_RULE", 0.996, "> 99 %"),
+        ("MY_RULE", math.nan, "–"),
+    ],
+)
+def test_a_probability_has_one_format_in_lists_cards_and_sentences(issue, probability, words):
+    assert how_sure(issue, probability) == words
+    if math.isfinite(probability):
+        detected = Finding(Where("", 5, "c7"), 0.0, issue, "critical", probability, "so it is")
+        (case,) = cases([detected], {None: range(6)})
+        assert f"({issue}, {words}; " in str(case)
+        assert sure(case) == words
+        assert suspects([case], {})[0].sure == words
 
 
 def test_each_level_has_its_own_probability():

@@ -11,7 +11,8 @@ from fedvitals.records import Finding, Metric, Where
 from fedvitals.store import open_reader
 from fedvitals.views.comparison.chance import change, pairing, student
 from fedvitals.views.comparison.lab_defaults import DEFAULTS
-from fedvitals.views.comparison.runs import compare, flattened
+from fedvitals.views.comparison.page import compare_page
+from fedvitals.views.comparison.runs import compare, flattened, sides_of
 from support.timed_run import STARTED, begin, stored
 from support.verbs import result, run
 
@@ -56,6 +57,14 @@ def test_opens_with_accuracy_then_divergence_findings_time_and_memory(store, cap
     assert "4.5 s → 3.5 s" in out
     assert "2 MB → 1 MB" in out
     assert "A: c1" in out
+
+
+def test_a_difference_in_accuracy_is_drawn_in_points(store):
+    with open_reader(store) as reader:
+        page = compare_page(sides_of(reader, ["slow-0", "fast-0"]))
+    accuracy, loss = page.differences
+    assert (accuracy.name, accuracy.unit, loss.unit) == ("accuracy", "points", "")
+    assert accuracy.lines[0].values[-1] == pytest.approx(-20, abs=3)
 
 
 def test_opens_with_the_loss_where_no_accuracy_was_measured(tmp_path, capsys):

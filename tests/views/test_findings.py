@@ -311,7 +311,7 @@ def test_a_node_in_full(store, capsys):
         "other clients",
         "6.1",
         "view      server",
-        "suspect   c2 (0.4) like it",
+        "suspect   c2 (40 %) like it",
         "likely causes",
         "1. Labels were shuffled",
         "what to do",

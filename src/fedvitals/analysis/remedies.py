@@ -16,6 +16,7 @@ from typing import Any
 from fedvitals.analysis.bottleneck import STRAGGLER, RunVerdict
 from fedvitals.analysis.critical_path import format_seconds
 from fedvitals.analysis.what_if import WhatIfRow
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.plain_json import copied
 
 LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
@@ -74,7 +75,6 @@ NAMES = {
     "deadline": "Close each round after {}",
     "over_select": "Ask {} times as many clients as are needed, and take the first",
     "asynchronous": "Aggregate asynchronously, {} updates at a time",
-    "without": "Speed up {}, or leave it out",
 }
 HELPS = {  # what each is against: a remedy for what a run is bound by says so
     "compress": ("upload",),
@@ -153,7 +153,8 @@ def _without(verdict: RunVerdict, after: float) -> Remedy:
     why = f"Slow in {verdict.bound_by}." if verdict.bound_by else "The run is straggler-bound."
     assumes = "The others' times stay as they are."
     costs = "A faster machine or link; their data, if they are left out."
-    name = NAMES["without"].format(names) if len(slow) == 1 else f"Speed up {names}, or leave them out"
+    name = ISSUES_BY_CODE["STRAGGLER"].remedies[0].rstrip(".").replace("the client", names)
+    name = name if len(slow) == 1 else name.replace("leave it", "leave them")
     share = saving / verdict.seconds
     key = {"without": [*slow]}
     return Remedy(key, name, why, verdict.seconds, after, saving, share, costs, assumes, None)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.cli.screen import new_table, number, shown, sparkline, whole_percent, with_unit
+from fedvitals.cli.screen import new_table, number, shown, sparkline, with_unit
+from fedvitals.diagnosis.issues.table import how_sure
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.abstentions import Examined
@@ -94,7 +95,10 @@ def print_card(
         console.print(f"  {shown(name.replace('_', ' ')):9} {shown(text_of(value))}", soft_wrap=True)
     for suspect in case.newest.suspects:
         who = shown(named(suspect.node, labels))
-        console.print(f"  suspect   {who} ({suspect.score:.3g}) {shown(suspect.reason)}", soft_wrap=True)
+        console.print(
+            f"  suspect   {who} ({how_sure(case.issue, suspect.score)}) {shown(suspect.reason)}",
+            soft_wrap=True,
+        )
     _enumerate(console, "likely causes", known.causes)
     _enumerate(console, "what to do", known.remedies)
     if known.refutation:
@@ -132,7 +136,7 @@ def _how_sure(case: Case) -> str:
     from fedvitals.views.case_sentences import sure
 
     trend = (
-        f"  {sparkline(case.confidences, unit='share')}  first {whole_percent(case.confidences[0])}"
+        f"  {sparkline(case.confidences, unit='share')}  first {how_sure(case.issue, case.confidences[0])}"
         if len(case.confidences) > 1
         else ""
     )

@@ -11,6 +11,7 @@ import click
 from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
+from fedvitals.diagnosis.issues.table import how_sure
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
@@ -96,5 +97,5 @@ def _list(console: Any, title: str, findings: tuple[Finding, ...]) -> None:
     console.print(f"  {title}: {len(findings)}")
     for finding in findings[:ROWS]:
         place = finding.where.node or finding.where.group or "the whole run"
-        words = f"round {finding.where.round}, {place}: {finding.issue}, {100 * finding.confidence:.0f} %"
+        words = f"round {finding.where.round}, {place}: {finding.issue}, {how_sure(finding.issue, finding.confidence)}"
         console.print(f"    {shown(words)}: {shown(finding.message)}", soft_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.views.axis_ends import honest_ends
-from fedvitals.views.units import number, seconds, size, whole_percent, with_unit
+from fedvitals.views.units import number, seconds, size, with_unit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "APART", "WIDE", "new_console", "new_progress", "new_table", "number", "print_verdict", "seconds", "shown",
-    "size", "sparkline", "whole_percent", "with_unit",
+    "size", "sparkline", "with_unit",
 ]  # fmt: skip
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -20,9 +20,9 @@ from itertools import pairwise
 from fedvitals import html_display as html
 from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
-from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue, how_sure
 from fedvitals.protocols import History, Node
-from fedvitals.records import Finding
+from fedvitals.records import Finding, certainty
 
 QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which another finding is a return
 UNTIL_BACK = ("DROP_OUT",)  # issues of clients that take no part: reported in every round until they do again
@@ -102,11 +102,11 @@ class Case:
     @property
     def alternatives_in_words(self) -> str:
         """Return what else it may be: «or LABEL_NOISE 21 %, BYZANTINE 6 %»; empty without alternatives."""
-        others = ", ".join(f"{issue} {100 * chance:.0f} %" for issue, chance in self.alternatives)
+        others = ", ".join(f"{issue} {certainty(chance)}" for issue, chance in self.alternatives)
         return f"or {others}" if others else ""
 
     def __str__(self) -> str:
-        what = f"{self.issue}, {100 * self.confidence:.0f} %; {self.timeline}"
+        what = f"{self.issue}, {how_sure(self.issue, self.confidence)}; {self.timeline}"
         what += f"; {self.alternatives_in_words}" if self.alternatives else ""
         return f"{'  follows from it: ' if self.cause else ''}{self.severity}: {self.newest.message} ({what})"
 
@@ -120,7 +120,7 @@ def case_cells(case: Case) -> tuple[str, ...]:
         case.severity,
         case.place,
         f"{case.issue}: {case.newest.message}",
-        f"{100 * case.confidence:.0f} %",
+        how_sure(case.issue, case.confidence),
         case.timeline,
     )
 

@@ -77,7 +77,13 @@ class Runs:
 
     def __getitem__(self, run: str | int) -> StoredRun:
         if isinstance(run, int):
-            return list(self)[run]
+            stored = list(self)
+            if not -len(stored) <= run < len(stored):
+                raise ConfigError(
+                    f"There is no run {run}: the store has {_counted(len(stored))}, of which runs[0] is the newest. "
+                    'Name one by its place, its name or its id, such as runs["demo"].'
+                )
+            return stored[run]
         if not isinstance(run, str):
             raise ConfigError(f"A run is a name, an id or its place in the list, got {type(run).__name__}.")
         with open_reader(self._store) as reader:

@@ -125,6 +125,7 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
     formats: dict[str, Callable[[float], str]] = {
         "seconds": lambda value: "0" if value == 0 else f"−{seconds(-value)}" if value < 0 else seconds(value),
         "bytes": lambda value: "0" if value == 0 else size(value).replace("-", "−"),
+        "points": lambda value: f"{value:.3g} points".replace("-", "−"),
         "share": lambda value: f"{100 * value:.3g} %".replace("-", "−"),
     }
     form = formats.get(unit, number)

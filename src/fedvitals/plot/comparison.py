@@ -87,5 +87,5 @@ def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
         ends += end_of(names[curve.letter], colour, curve.rounds, heights)
     height.dress(axes)
     if height.scale == "linear":
-        value_axis(axes, "share" if picture.name == "accuracy" else picture.unit)
+        value_axis(axes, picture.unit)
     label_ends(axes, ends)

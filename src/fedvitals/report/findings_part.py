@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
+from fedvitals.records import certainty
 from fedvitals.report.markup import Block, Card, Code, Facts, Folded, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
@@ -151,7 +152,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         ("how sure", f"{literal(brief.sure)}{exact}"),
         *((("of what", literal(levels_in_words(case))),) if brief.levels else ()),
         *(
-            (("or else", literal(", ".join(f"{i} {whole_percent(p)}" for i, p in brief.alternatives))),)
+            (("or else", literal(", ".join(f"{i} {certainty(p)}" for i, p in brief.alternatives))),)
             if brief.alternatives
             else ()
         ),
@@ -173,7 +174,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         blocks.append(Code((finding.error.message[:300], *finding.error.traceback[-8:]), ""))
     suspects = [suspect for suspect in finding.suspects if suspect.node != brief.node][:5]
     if suspects:
-        who = (f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in suspects)
+        who = (f"suspect {literal(s.node)} ({s.sure}) {literal(s.reason)}" for s in suspects)
         blocks.append(Points(tuple(who)))
     if finding.actions:
         actions = (

@@ -6,7 +6,7 @@ The dashboard's `static/charts/scales.js` has the same rule; `tests/views/test_a
 
 from __future__ import annotations
 
-LEAST = {"share": 0.1}  # of an axis in a unit, from its floor to its top
+LEAST = {"share": 0.1, "points": 10.0}  # of an axis in a unit, from its floor to its top
 LEAST_PART = 0.1  # of the largest value, in any other unit
 LEAST_PARTS = {"seconds": 0.25, "s": 0.25, "bytes": 0.25, "B": 0.25}  # amounts, of which people read heights as ratios
 COUNTS = ("steps", "samples", "values", "events", "clients", "rounds", "records")  # units without halves

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.issues.table import how_sure
 from fedvitals.records import natural
 from fedvitals.views.cause_levels import named_chance, what_looks_wrong
 from fedvitals.views.labels import named, place_of
@@ -133,10 +134,7 @@ def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({}
 
 def sure(case: Case) -> str:
     """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
-    certain = case.issue_entry.exact or case.issue_entry.family == "user"
-    if case.confidence >= 0.995 and not (certain and case.confidence == 1):
-        return "> 99 %"
-    return f"{100 * case.confidence:.0f} %"
+    return how_sure(case.issue, case.confidence)
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

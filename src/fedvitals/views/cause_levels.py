@@ -13,6 +13,7 @@ from typing import Any
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.fault_kinds import FAMILY_OF, WORDS
+from fedvitals.records import certainty
 
 LIKELY = 0.5  # probability from which a family or a cause is named
 # Family → how it is called, and whether that is a plural.
@@ -46,7 +47,7 @@ def levels_of(case: Case) -> tuple[CauseLevel, ...]:
 
 def levels_in_words(case: Case) -> str:
     """Return the levels in one line: «something is wrong 95 %, with its labels 44 %, random wrong labels 39 %»."""
-    return ", ".join(f"{level.words} {100 * level.probability:.0f} %" for level in levels_of(case))
+    return ", ".join(f"{level.words} {certainty(level.probability)}" for level in levels_of(case))
 
 
 def what_looks_wrong(case: Case, who: str | None = None, *, several: bool = False) -> str:

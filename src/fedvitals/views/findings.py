@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
-from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, how_sure, measured_rates
 from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
@@ -117,6 +117,7 @@ class SuspectRow:
     node: str
     label: str
     score: float | None
+    sure: str  # the score in words
     reason: str
 
 
@@ -291,7 +292,14 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
         reference=in_words(case.issue_entry.reference),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
-            SuspectRow(s.node, labels.get(s.node, ""), number_of(s.score), s.reason) for s in case.newest.suspects
+            SuspectRow(
+                s.node,
+                labels.get(s.node, ""),
+                number_of(s.score),
+                how_sure(case.issue, s.score),
+                s.reason,
+            )
+            for s in case.newest.suspects
         ),
         actions=tuple(_action(action) for action in actions if action.kind != "advise"),  # it repeats the remedies
         error=_failed(failures_of(reader, run, [case])[0]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case, is_trouble
+from fedvitals.diagnosis.issues.table import how_sure
 from fedvitals.plain_json import copied
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS
 from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, measured_names, series_of
@@ -41,6 +42,7 @@ class SuspectLine:
     node: str
     label: str
     score: float | None
+    sure: str  # the score in words
     reason: str
     severity: str
     since: int | None
@@ -135,7 +137,16 @@ def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
         for node, score, reason in named:
             before = worst.get(node)
             why, label = reason or case.issue_entry.title, labels.get(node, "")
-            line = SuspectLine(node, label, score, why, case.severity, since_of(case), case_key(case))
+            line = SuspectLine(
+                node,
+                label,
+                score,
+                how_sure(case.issue, score),
+                why,
+                case.severity,
+                since_of(case),
+                case_key(case),
+            )
             if before is None or (is_trouble(case), score) > (before.severity != "note", before.score or 0.0):
                 worst[node] = line
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))

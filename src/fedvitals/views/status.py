@@ -67,6 +67,7 @@ class Status:
     lost: int
     thinned: int  # client-rounds whose layer statistics were left out
     cost_percent: float | None  # measuring, of the rounds' time
+    probes: str  # that measured, as they were chosen: «standard»; empty where that is not known
     privacy: str
     metrics: tuple[Known, ...]
     families: tuple[FamilyKnown, ...]
@@ -105,6 +106,7 @@ def status_of(reader: Reader, run: str, *, now: float | None = None) -> Status:
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
         cost_percent=percent_of(costs, times),
+        probes=str(setting_of(described, "probes", "")),
         privacy=f"{level}: {LEVELS[level]}",
         metrics=tuple(known_metric(name) for name in queries.metric_names(reader, run)),
         families=tuple(known_families(reader, run)),

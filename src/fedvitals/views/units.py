@@ -101,7 +101,7 @@ def percent(share: float | None) -> str:
 
 
 def whole_percent(share: float | None) -> str:
-    """A probability: whole per cent are as much as anybody knows."""
+    """A share of which whole per cent are as much as anybody knows; a probability is `records.certainty`."""
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 

@@ -105,7 +105,7 @@ export function percent(value) {
   return `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
 }
 
-/** How sure a finding is: whole per cents, and never «100 %», which no statistic can be. */
+/** A probability as whole per cents, and never «100 %», which no statistic can be; as `certainty` in records.py has it. */
 export function sure(confidence) {
   const whole = confidence === null ? null : Math.round(confidence * 100) / 100;
   return whole !== null && whole >= 1 ? `> 99${THIN}%` : percent(whole);

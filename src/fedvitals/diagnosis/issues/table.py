@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from fedvitals.records import certainty
+
 FAMILIES = ("convergence", "client", "aggregation", "gradient", "system")
 SEVERITIES = ("critical", "warning", "note")  # the worst first
 FOLDER = Path(__file__).parent
@@ -46,6 +48,12 @@ def _issues_of(family: str) -> tuple[Issue, ...]:
 
 ISSUES = tuple(issue for family in FAMILIES for issue in _issues_of(family))
 ISSUES_BY_CODE = {issue.code: issue for issue in ISSUES}
+
+
+def how_sure(code: str, probability: float) -> str:
+    """Return a probability of an issue in words; only an exact test, or a user's own rule, is called certain."""
+    issue = ISSUES_BY_CODE.get(code)
+    return certainty(probability, proven=issue is None or issue.exact or issue.family == "user")
 
 
 def measured_rates() -> Mapping[str, float]:

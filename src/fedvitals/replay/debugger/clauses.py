@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Protocol
 
+from fedvitals.diagnosis.issues.table import how_sure
 from fedvitals.protocols import History
 from fedvitals.records import FAILURES, Finding
 from fedvitals.replay.debugger.quantities import ANY, PastValues, Quantity, Reading, finite_values, quoted
@@ -208,7 +209,7 @@ class FindingClause:
             if finding.where.round == round_index and self._is(finding):
                 node = finding.where.node or next((s.node for s in finding.suspects), None)
                 what = f"finding {finding.issue}" + (f" of {node}" if node else "")
-                return f"{what} ({finding.severity}, {100 * finding.confidence:.0f} %): {finding.message}"
+                return f"{what} ({finding.severity}, {how_sure(finding.issue, finding.confidence)}): {finding.message}"
         return None
 
     def _is(self, finding: Finding) -> bool:

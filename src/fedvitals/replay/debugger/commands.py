@@ -219,7 +219,7 @@ def _run(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     words = words[1:] if words[:1] == ["until"] else words
     session = interpreter.session
     hit = session.run_until(" ".join(words) or None)
-    seen = [str(line) for line in session.told]
+    seen = [str(line) for line in session.watch_hits]
     if hit is None:
         seen.append("Nothing was hit up to the last round.")
     elif hit.number:

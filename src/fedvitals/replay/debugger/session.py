@@ -111,7 +111,7 @@ class Session:
         self.node: str | None = None
         self.step_number = 0
         self.last: DebuggerOutput | None = None  # what was shown last
-        self.told: list[Hit] = []  # by watchpoints, when it last ran on
+        self.watch_hits: list[Hit] = []  # by watchpoints, when it last ran on
 
     def __enter__(self) -> Self:
         return self
@@ -329,7 +329,7 @@ class Session:
         """Go forward to the first round in which a condition holds or a breakpoint is hit; None: to the last round.
 
         A run that is still training is let go, and held where it is hit (on Flower the hit is only reported).
-        `timeout`: in seconds. What watchpoints saw on the way is in `told`.
+        `timeout`: in seconds. What watchpoints saw on the way is in `watch_hits`.
         """
         wanted = None if text is None else parse(text)
         goes_on = self.running.goes_on
@@ -343,7 +343,7 @@ class Session:
         if not ahead and not goes_on:
             first = self.tape.rounds[0]
             raise ConfigError(f"Round {self.round} is the last one on the tape: go back first (goto {first}).")
-        self.told = []
+        self.watch_hits = []
         hit = self._first(wanted, ahead)
         if hit is None and goes_on:
             hit = self._on(text, timeout)
@@ -364,7 +364,7 @@ class Session:
         known, findings = CachedHistory(self.history), self.findings_until()
         for round_index in rounds:
             hits = self.breakpoints.check(known, findings, round_index)
-            self.told += [hit for hit in hits if not hit.stops]
+            self.watch_hits += [hit for hit in hits if not hit.stops]
             seen = None if wanted is None else wanted.holds(known, findings, round_index)
             if seen is not None:
                 return Hit(0, round_index, str(wanted), seen)

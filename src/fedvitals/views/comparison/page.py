@@ -221,6 +221,7 @@ def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Seque
 def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequence[str]) -> Picture:
     """Each side less the baseline, round by round; with repeats, the interval that chance leaves."""
     courses: list[list[ValuesByRound]] = [[getattr(f, name) for f in side] for side in sides]
+    in_points = name == "accuracy"  # per cent of per cent would be read as relative
     lines, banded = [], False
     for letter, own, side in zip(letters[1:], courses[1:], sides[1:], strict=True):
         pairs = pairing([f.run.seed for f in sides[0]], [f.run.seed for f in side])
@@ -230,12 +231,12 @@ def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequenc
             whole = len(before) == len(courses[0]) and len(after) == len(own)
             changes[number] = change(before, after, pairs=pairs if whole else None)
         banded = banded or any(c is not None and c.low is not None for c in changes.values())
-        lines.append(_difference(letter, changes))
+        lines.append(_difference(letter, changes, 100.0 if in_points else 1.0))
     note = "from the baseline" + ("; band: 95 % interval, each round by itself" if banded else "")
-    return Picture(name, f"difference in {name}", "share" if name == "accuracy" else "", "linear", tuple(lines), note)
+    return Picture(name, f"difference in {name}", "points" if in_points else "", "linear", tuple(lines), note)
 
 
-def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
+def _difference(letter: str, changes: dict[int, Change | None], factor: float) -> Line:
     every = max(1, math.ceil(len(changes) / POINTS))
     numbers = list(changes)
     stretches = [numbers[i : i + every] for i in range(0, len(numbers), every)]
@@ -244,10 +245,10 @@ def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
     high: Numbers = []
     for stretch in stretches:
         here = [c for number in stretch if (c := changes[number]) is not None]
-        values.append(fmean(c.difference for c in here) if here else None)
+        values.append(factor * fmean(c.difference for c in here) if here else None)
         # Where rounds were joined, as far as any of them goes.
-        low.append(min((c.difference if c.low is None else c.low for c in here), default=None))
-        high.append(max((c.difference if c.high is None else c.high for c in here), default=None))
+        low.append(min((factor * (c.difference if c.low is None else c.low) for c in here), default=None))
+        high.append(max((factor * (c.difference if c.high is None else c.high) for c in here), default=None))
     return Line(letter, [stretch[0] for stretch in stretches], values, low, high, len(numbers))
 
 

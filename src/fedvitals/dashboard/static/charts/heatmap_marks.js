@@ -21,12 +21,13 @@ export function paintOddities(pen, box, grid, { rowHeight }, [row0, row1], [colu
       const state = grid.state[row * grid.columns.length + column];
       if (state === VALUE || state === 1) continue;
       left -= 1;
-      odd(pen, state, x, row * rowHeight - box.scroll + rowHeight / 2, Math.min(size, 7), colours);
+      paintOddCell(pen, state, x, row * rowHeight - box.scroll + rowHeight / 2, Math.min(size, 7), colours);
     }
   }
 }
 
-function odd(pen, state, x, y, size, colours) {
+/** The mark of a cell without a finite value: a cross, a ring, or a triangle up or down. */
+export function paintOddCell(pen, state, x, y, size, colours) {
   if (state === FAILED) cross(pen, x, y, size, { stroke: colours.critical, width: 1.5 });
   else if (state === NAN) pen.disc(x, y, Math.max(1, size / 3), { stroke: "#ffffff", width: 1 });
   else if (state === UP || state === DOWN) {

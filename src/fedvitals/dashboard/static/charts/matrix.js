@@ -3,15 +3,17 @@
 
 import { theme } from "../colour.js";
 import { exact, number } from "../format.js";
-import { NAN, paintCells, scaleFor } from "./cells.js";
+import { DOWN, NAN, UP, VALUE, paintCells, scaleFor } from "./cells.js";
 import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
+import { paintOddCell } from "./heatmap_marks.js";
 import { textWidth } from "./pen.js";
 import { extent } from "./scales.js";
 import { colourStrip } from "./strip.js";
 
 const COSTLY = 100_000; // cells that are painted only when somebody looks
 const TALLEST = 640; // pixels
+const MARKED = 4; // pixels of a cell from which it has room for a mark
 const LABEL = 10; // pixels of a cell from which every name fits
 
 /** Options: {title, colours, unit, onCell(row, column)}; data: {rows, columns, values, groups, low, high, note}. */
@@ -51,7 +53,7 @@ export function matrix(host, options = {}) {
   return {
     frame,
     update({ rows = [], columns = rows, values = new Float32Array(0), groups = null, low = null, high = null, note = "" } = {}) {
-      const state32 = Uint8Array.from(values, (one) => (Number.isFinite(one) ? 0 : NAN));
+      const state32 = Uint8Array.from(values, (one) => (Number.isFinite(one) ? VALUE : Number.isNaN(one) ? NAN : one > 0 ? UP : DOWN));
       const [smallest, largest] = extent(values).map((one) => (Number.isFinite(one) ? one : 0));
       const grid = { columns, values, state: state32, low: low ?? smallest, high: high ?? largest, smallest, largest };
       const scale = scaleFor(grid, { colours: options.colours });
@@ -108,6 +110,7 @@ function paint(pen, box, state, frame, options) {
     pen.image(image, box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0);
   }
   paintGroups(pen, box, state, colours);
+  paintMarks(pen, box, state, colours);
   const every = Math.max(1, Math.ceil(LABEL / box.cell));
   for (let row = 0; row < state.rows.length; row += every) {
     pen.text(box.x0 - 6, box.y0 + (row + 0.5) * box.cell + 4, state.rows[row], { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
@@ -140,6 +143,17 @@ function paintGroups(pen, box, state, colours) {
     if (state.columns.length !== state.rows.length) continue;
     pen.line(box.x0 + shift, box.y0, box.x0 + shift, box.y1, { stroke: colours.paper, width: 2 });
   }
+}
+
+/** NaN and infinity have a mark, as in a heat map, where a cell has room for it. */
+function paintMarks(pen, box, { grid, columns }, colours) {
+  if (box.cell < MARKED) return;
+  const size = Math.min(box.cell * 0.5, 7);
+  grid.state.forEach((state, at) => {
+    if (state === VALUE) return;
+    const [row, column] = [Math.floor(at / columns.length), at % columns.length];
+    paintOddCell(pen, state, box.x0 + (column + 0.5) * box.cell, box.y0 + (row + 0.5) * box.cell, size, colours);
+  });
 }
 
 function paintHover(pen, box, state) {

@@ -23,7 +23,7 @@ export function niceTicks(low, high, count) {
   return found;
 }
 
-const LEAST = { share: 0.1 }; // of an axis in a unit, from its floor to its top
+const LEAST = { share: 0.1, points: 10 }; // of an axis in a unit, from its floor to its top
 const LEAST_PART = 0.1; // of the largest value, in any other unit
 const LEAST_PARTS = { seconds: 0.25, s: 0.25, bytes: 0.25, B: 0.25 }; // amounts, of which people read heights as ratios
 const TO_ZERO = 0.5; // of the largest value: where the smallest is below it, the axis begins at 0

@@ -11,9 +11,10 @@ import { joinAxis, onAxis, paintBrush, paintCrosshair, paintRounds, roundBox } f
 
 const LANE = 18;
 const FOOT = 24;
+const BOLD = 600; // the names of lanes on the critical path
 const NAMED = 8; // parts in the legend
 
-/** Options: {title, onPart(lane, part), maxHeight}; data: {seconds, lanes: [{name, href, text, parts}], note}. */
+/** Options: {title, onPart(lane, part), maxHeight}; data: {seconds, lanes: [{name, short, href, text, parts}], note}. */
 export function waterfall(host, options = {}) {
   const joined = joinAxis(options.axis, { continuous: true, from: 0, to: 1e-9, label: "seconds" });
   const { axis } = joined;
@@ -57,7 +58,7 @@ export function waterfall(host, options = {}) {
       const changed = length !== state.seconds;
       Object.assign(state, { lanes, seconds: length, part: null, row: -1 });
       state.names = [...new Set(lanes.flatMap((lane) => lane.parts.map((part) => part.name)))];
-      axis.roomForNames(lanes.slice(0, 400).reduce((most, lane) => Math.max(most, textWidth(lane.name)), 0));
+      axis.roomForNames(lanes.slice(0, 400).reduce((most, lane) => Math.max(most, textWidth(lane.name, textSize(), BOLD)), 0));
       frame.setNote(note);
       if (changed && length > 0) {
         // Another round has other seconds: there is nothing to keep of the old view.
@@ -115,7 +116,7 @@ function walk(state, frame, axis, down, along) {
 function namesOf(state, box) {
   const [first, last] = sight(state, box);
   return state.lanes.slice(first, last).map((lane, at) => ({
-    name: lane.name, href: lane.href, y: (first + at) * LANE - box.scroll, height: LANE, room: box.x0 - 8,
+    name: lane.name, short: lane.short && textWidth(lane.name, textSize(), BOLD) > box.x0 - 8 ? lane.short : undefined, href: lane.href, y: (first + at) * LANE - box.scroll, height: LANE, room: box.x0 - 8,
     chosen: lane.parts.some((part) => part.critical),
   }));
 }

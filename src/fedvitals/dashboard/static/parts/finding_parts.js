@@ -42,7 +42,7 @@ export function suspectBars(run, suspects, severity) {
     bar.style.width = `${100 * share}%`;
     return h("li", {},
       h("span", {}, h("a", { class: "name", href: runLink(run, "clients", one.node) }, nameOf(one.node)), labelOf(one.label)),
-      h("span", { class: "num", text: sure(share) }), h("span", {}),
+      h("span", { class: "num", text: one.sure }), h("span", {}),
       h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", { class: "small muted reason", text: one.reason }));
   }));
 }

@@ -33,7 +33,7 @@ export function footer(node) {
       const cost = status.cost_percent === null ? "not measured" : percent(status.cost_percent / 100);
       fill(facts, h("span", { class: status.lost ? "sev-warning" : null, text: `records lost ${number(status.lost)}` }),
         status.thinned ? h("span", { class: "sev-warning", text: ` · layer statistics of ${number(status.thinned)} client-rounds left out` }) : "",
-        " · ", `monitor ${cost} of the rounds' time`, " · ", `privacy level ${status.privacy}`);
+        " · ", `monitor ${cost} of the rounds' time${status.probes ? ` (probes: ${status.probes})` : ""}`, " · ", `privacy level ${status.privacy}`);
     },
   };
 }

@@ -2,7 +2,6 @@
 // Who is suspected, and how strongly. One click lays a suspect's own lines over the cohort; its name leads to its page.
 
 import { fill, h, keyed } from "../dom.js";
-import { sure } from "../format.js";
 import { runLink } from "../params.js";
 import { labelOf, nameOf } from "./who.js";
 
@@ -36,7 +35,7 @@ function line(item, run, one, chosen, choose) {
   bar.style.width = `${100 * score}%`;
   fill(item,
     h("span", {}, h("a", { class: "name", href: runLink(run, "clients", one.node) }, nameOf(one.node)), labelOf(one.label)),
-    h("span", { class: "num", text: sure(score) }),
+    h("span", { class: "num", text: one.sure }),
     h("button", {
       class: "link-button small", "aria-pressed": String(chosen === one.node), "aria-label": `Show ${one.label || one.node} in all pictures`,
       text: chosen === one.node ? "shown" : "show", on: { click: () => choose(chosen === one.node ? null : one.node) },

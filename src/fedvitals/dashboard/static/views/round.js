@@ -59,7 +59,7 @@ export function view(root, ctx) {
   function drawFall(found) {
     picture.hidden = !found.timed;
     if (!found.timed) return;
-    const chain = { name: "critical path", parts: found.path };
+    const chain = { name: "critical path", short: "critical", parts: found.path };
     const lanes = found.lanes.map((one) => ({
       name: one.node, text: seconds(one.busy), href: one.kind === "client" ? link(runLink(run, "clients", one.node), { round: found.round }) : null,
       parts: one.parts.map((part) => ({ ...part, detail: [part.detail, one.waits_for && part.name === "wait" ? `for ${one.waits_for}` : ""].filter(Boolean).join("; ") })),
