@@ -177,7 +177,9 @@ def test_one_finding_in_full(asking, store):
         "value": 1.2, "usual": 0.3,
         "of": "other clients", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",
     }  # fmt: skip
-    assert found["suspects"] == [{"node": "c7", "label": "", "score": 0.96, "reason": "random wrong labels"}]
+    assert found["suspects"] == [
+        {"node": "c7", "label": "", "score": 0.96, "sure": "96 %", "reason": "random wrong labels"}
+    ]
     assert [(a["kind"], a["status"], a["round"]) for a in found["actions"]] == [("quarantine", "applied", 8)]
     assert found["trust"]["words"].startswith("Calibrated")
     assert found["trust"]["false_alarms"] == measured_rates()["LABEL_NOISE"] > 0
