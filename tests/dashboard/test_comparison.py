@@ -87,11 +87,11 @@ def test_differences_are_from_the_baseline_that_one_chooses(client):
     found = compare(client, "one", "two")
     (line,) = picture(found, "accuracy", "differences")["lines"]
     assert line["rounds"] == [0, 1, 2, 3]  # as far as both go
-    assert line["values"][0] == pytest.approx(0.7 / 6 - 0.9 / 4)
+    assert line["values"][0] == pytest.approx(100 * (0.7 / 6 - 0.9 / 4))
     turned = compare(client, "one", "two", baseline="two")
     assert [side["runs"] for side in turned["sides"]] == [["two"], ["one"]]
     (line,) = picture(turned, "accuracy", "differences")["lines"]
-    assert line["values"][0] == pytest.approx(0.9 / 4 - 0.7 / 6)
+    assert line["values"][0] == pytest.approx(100 * (0.9 / 4 - 0.7 / 6))
 
 
 def test_where_runs_part(client):

@@ -212,10 +212,7 @@ def _weight_findings(history: History, round_index: int, began: int, origins: It
     known = history.latest("weight.nonfinite", round_index)
     if SERVER in known:
         if known[SERVER]:
-            text = (
-                f"{known[SERVER]:,.0f}".replace(",", "\u2009")
-                + f" weights of the global model are NaN or infinite since round {began}"
-            )
+            text = f"{known[SERVER]:.0f} weights of the global model are NaN or infinite since round {began}"
             text += f"; it began with {', '.join(s.node for s in suspects)}." if suspects else "."
             number = Number("weight.nonfinite", known[SERVER], 0.0, of="limit")
             yield _global_finding(round_index, began, text, number, suspects)
