@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals import html_display as html
+from fedvitals.certainty import certainty
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, derive, merge
 
@@ -312,19 +312,6 @@ class Sketch:
     version: int = 1  # of the projection: sketches of different versions cannot be compared
     source: str = ""
     sequence: int = 0
-
-
-def certainty(probability: float, *, proven: bool = False) -> str:
-    """Return a probability as whole per cent, the format of all pages, tables and sentences.
-
-    What rounds to 100 % is «> 99 %», which no statistic exceeds, unless it is 1 and `proven`: by an exact test, or by a
-    user's own rule.
-    """
-    if not math.isfinite(probability):
-        return "–"
-    if probability >= 0.995 and not (proven and probability == 1):
-        return "> 99 %"
-    return f"{100 * probability:.0f} %"
 
 
 @dataclass(frozen=True, slots=True)

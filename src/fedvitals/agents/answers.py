@@ -56,7 +56,7 @@ def encode(result: Any, limit: int = LIMIT) -> str:
     while len(text.encode()) > limit:
         place = _largest(plain)
         if place is None:
-            return _text("The answer is too long to be shown.", left_out)
+            return _text("The answer is too long to be shown.", {"result": sum(left_out.values())})
         owner = _at(plain, place)
         kept = len(owner) // 2
         name = ".".join(map(str, place)) or "result"

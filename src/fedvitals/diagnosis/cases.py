@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fedvitals import html_display as html
+from fedvitals.certainty import certainty
 from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue, how_sure
 from fedvitals.protocols import History, Node
-from fedvitals.records import Finding, certainty
+from fedvitals.records import Finding
 
 QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which another finding is a return
 UNTIL_BACK = ("DROP_OUT",)  # issues of clients that take no part: reported in every round until they do again

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
+from fedvitals.certainty import certainty
 from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
-from fedvitals.records import certainty
 from fedvitals.report.markup import Block, Card, Code, Facts, Folded, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedvitals.certainty import certainty
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.fault_kinds import FAMILY_OF, WORDS
-from fedvitals.records import certainty
 
 LIKELY = 0.5  # probability from which a family or a cause is named
 # Family → how it is called, and whether that is a plural.

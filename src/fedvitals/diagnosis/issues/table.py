@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedvitals.records import certainty
+from fedvitals.certainty import certainty
 
 FAMILIES = ("convergence", "client", "aggregation", "gradient", "system")
 SEVERITIES = ("critical", "warning", "note")  # the worst first
