@@ -96,11 +96,11 @@ class Sink(RecordWriter, Protocol):
     takes_transfers: bool = False
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
-        """Called before the first record, with the folder beside the store and each issue's family.
+        """Called by the monitor before the first record, with what a sink may need beside the records.
 
         Args:
-            folder: The folder beside the store.
-            families: The family of each issue.
+            folder: The folder beside the store, in which the sink may keep files; None if the store is no file.
+            families: The family of each issue by its code, such as {"LABEL_NOISE": "client"}.
         """
         del folder, families
 

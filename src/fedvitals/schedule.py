@@ -73,8 +73,9 @@ class budget:  # noqa: N801 - reads as its siblings every() and first()
 
     Works like an allowance: each step earns `percent` of its own length, a measurement spends what it really cost.
     It measures when the allowance covers what the last measurement cost, so a slow probe is thinned out and a change
-    of the step time is followed at once. Savings are capped at one measurement or `BURST_SECONDS`, whichever is more:
-    no burst after a quiet stretch. `asked` and `granted` count the steps so far and those measured.
+    of the step time is followed at once. Savings are capped at the cost of one measurement, or at what 10 ms of
+    training earn if that is more: no burst after a quiet stretch. `asked` and `granted` count the steps so far and
+    those measured.
 
     Args:
         percent: The share of the training time that measurements may take.

@@ -2,6 +2,7 @@
 """What only some systems have: each use is listed in docs/platforms.md, and training goes on without any of it."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ CALLS = {
     },
 }  # fmt: skip
 FOLDERS = ("/proc", "/sys")
+PROBE = "os.kill(process, 0)"  # whether a process exists; on Windows it sends Ctrl-C instead
 
 
 def uses_in(text: str) -> set[str]:
@@ -41,6 +43,8 @@ def uses_in(text: str) -> set[str]:
                 uses |= {name.name for name in names} & MODULES
             case ast.ImportFrom(module=str(module)) if module in MODULES:
                 uses.add(module)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="kill"), args=[_, ast.Constant(value=0)]):
+                uses.add(PROBE)
             case ast.Attribute(value=ast.Name(id=module), attr=name) if name in CALLS.get(module, ()):
                 uses.add(f"{module}.{name}")
             case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id=module), ast.Constant(value=str(name))]):
@@ -74,7 +78,12 @@ def test_every_use_is_listed_and_every_row_is_a_use():
 
 @pytest.mark.parametrize(
     ("code", "use"),
-    [("import fcntl", "fcntl"), ("import os\nos.fork()", "os.fork"), ("x = open('/proc/self/stat')", "/proc")],
+    [
+        ("import fcntl", "fcntl"),
+        ("import os\nos.fork()", "os.fork"),
+        ("os.kill(other, 0)", PROBE),
+        ("x = open('/proc/self/stat')", "/proc"),
+    ],
 )
 def test_uses_are_found(code, use):
     assert uses_in(code) == {use}
@@ -116,7 +125,7 @@ with fv.Monitor("runs.db", run="small", strict=True) as monitor:
                     nn.functional.cross_entropy(local(x), y).backward()
                     optimizer.step()
             monitor.log(accuracy=0.5 + r / 10)
-assert monitor.lost == 0 if hasattr(monitor, "lost") else True
+assert monitor.lost == 0
 from fedvitals.cli.main import main
 for words in (["runs"], ["show", "small", "--json"], ["doctor"], ["query", "SELECT COUNT(*) FROM metrics"]):
     try:
@@ -124,6 +133,23 @@ for words in (["runs"], ["show", "small", "--json"], ["doctor"], ["query", "SELE
     except SystemExit as end:
         assert end.code in (0, 1), (words, end.code)
 """
+
+
+def test_no_process_is_sent_ctrl_c_on_windows_to_see_whether_it_exists(monkeypatch):
+    pytest.importorskip("torch")
+    from fedvitals.probes.ranks import RankMark
+    from fedvitals.replay.debugger.round_gate import is_process
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mark = RankMark.own(1)
+    mark.process = gone.pid
+    assert mark.is_gone
+    assert not is_process(gone.pid)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("on Windows this is Ctrl-C"))
+    assert not mark.is_gone
+    assert is_process(gone.pid)
 
 
 @pytest.mark.thorough

@@ -42,8 +42,8 @@ class Lora(Description, frozen=True):
     Its α/r is the experiment's, unless `alphas` names its α.
 
     Args:
-        rank: r.
-        alpha: α.
+        rank: r, the rank of B A.
+        alpha: α; the adapter's output is multiplied by α/r.
         targets: Patterns of the names of the layers that get one.
         ranks: The ranks of single clients.
         alphas: The α of single clients.

@@ -54,7 +54,7 @@ class Cosine(Decay, frozen=True):
     Args:
         rounds: The rounds that it takes.
         floor: Where it ends, as a share of where it began.
-        warmup: Rounds over which it rises first.
+        warmup: Rounds over which the rate first rises to the one that the optimiser is given; 0: none.
     """
 
     rounds: int
@@ -73,8 +73,8 @@ class Steps(Decay, frozen=True):
 
     Args:
         every: Rounds between two steps.
-        gamma: What it is multiplied by.
-        warmup: Rounds over which it rises first.
+        gamma: The factor of the learning rate at each step, above 0 and up to 1.
+        warmup: Rounds over which the rate first rises to the one that the optimiser is given; 0: none.
     """
 
     every: int
@@ -96,7 +96,7 @@ class Restarts(Decay, frozen=True):
         rounds: The rounds of the first fall.
         growth: The factor by which each fall is longer than the one before.
         floor: Where it ends, as a share of where it began.
-        warmup: Rounds over which it rises first.
+        warmup: Rounds over which the rate first rises to the one that the optimiser is given; 0: none.
     """
 
     rounds: int

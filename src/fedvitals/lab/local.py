@@ -39,10 +39,10 @@ class Adam(Description, frozen=True):
 
 
 class SGD(Description, frozen=True):
-    """Stochastic gradient descent.
+    """Stochastic gradient descent, as `torch.optim.SGD`.
 
     Args:
-        learning_rate: η.
+        learning_rate: The step size η.
         momentum: The share of the last step that is repeated.
         weight_decay: The factor of the weights that is added to the gradients.
     """

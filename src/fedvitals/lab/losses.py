@@ -265,7 +265,7 @@ class MultiTask(Loss, frozen=True):
 
     Args:
         parts: One loss per task.
-        weights: Of the parts; 1 each by default.
+        weights: The weight of each loss in the sum; by default 1 each.
     """
 
     parts: tuple[CrossEntropy | MSE | Huber, ...] = (CrossEntropy(), MSE())

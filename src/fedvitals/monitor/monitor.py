@@ -41,7 +41,9 @@ NEWEST = 5  # problems that a notebook shows of a monitor
 
 
 class Monitor:
-    """Watches one run. Nothing is opened before the first event; `close()`, or leaving the `with` block, ends the run.
+    """Measures and diagnoses one run of a training, and keeps what it measures.
+
+    Nothing is opened before the first event; `close()`, or leaving the `with` block, ends the run.
 
     Args:
         store: A file or `postgresql://...`; None leaves records to `sinks` alone.

@@ -87,13 +87,17 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
 
 
 def activations(view: View) -> Mapping[str, Any]:
-    """Return the nine sums and unit health of every module's output, on at most 64 of the client's own samples.
+    """Measure every module's output, on at most 64 of the client's own samples.
 
     This is the probe as it runs when a scope closes. At scheduled steps the monitor calls `prepare` instead, and
     measures the training's own forward pass without an additional one.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        {"activation": [modules, 9]}, with the sums of `gradient_sums`, and {"activation.health": [modules, 4]}: units,
+        and how many of them are dead, are saturated, or have outputs of both signs; nothing without samples.
     """
     total = 0 if view.data is None else samples.size(view.data)
     if not total:

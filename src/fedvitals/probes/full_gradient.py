@@ -21,12 +21,15 @@ BATCH = 64
 
 
 def full_gradient(view: View) -> Mapping[str, Any]:
-    """Return the nine sums of every layer's gradient, averaged over all samples.
+    """Measure the gradient of the mean loss over all of the client's samples.
 
     The model is in evaluation mode meanwhile, and `.grad` is left unchanged.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        {"gradient.full": [layers, 9]}, with the sums of `gradient_sums`; nothing without samples or a loss.
     """
     if view.data is None or view.loss is None:
         return {}

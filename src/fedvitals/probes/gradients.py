@@ -17,21 +17,28 @@ from fedvitals.stats import COUNT, INFS, NANS, STEP_COLUMNS, SUM_SQUARES, Array,
 
 
 def gradients(view: View) -> Mapping[str, Any]:
-    """Return the nine sums of every layer's gradient, as the optimiser is about to use it.
+    """Measure every layer's gradient, as the optimiser is about to use it.
 
     At scheduled steps the monitor computes the same sums with a faster recorder.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        {"gradient": [layers, 9]}: count, sum, sum of squares, sum of magnitudes, least and largest value, and the
+        numbers of zeros, NaN and infinities.
     """
     return {"gradient": sums(view.gradients)}
 
 
 def last_gradient(view: View) -> Mapping[str, Any]:
-    """Return the norm of the gradients that remain when the scope closes; nothing if they were cleared.
+    """Measure the gradients that remain when the scope closes.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        Their norm «gradient.norm_last» and the number of values that are not finite; nothing if they were cleared.
     """
     own = [p.grad for p in view.parameters]
     if not any(gradient is not None and gradient.numel() for gradient in own):
@@ -48,10 +55,13 @@ def last_gradient(view: View) -> Mapping[str, Any]:
 
 
 def gradient_histogram(view: View) -> Mapping[str, Any]:
-    """Return how many gradient values lie in each octave, by sign.
+    """Count the gradient's values by sign and size, in steps of a factor of two.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        {"gradient.histogram": [layers, 128]}: one column for each sign and binary exponent.
     """
     return {"gradient.histogram": histogram(view.gradients)}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -113,8 +114,8 @@ class RankMark(msgspec.Struct, array_like=True):
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, as far as that can be seen from here."""
-        if (self.host, self.numbering) != (socket.gethostname(), _numbering()):
-            return False
+        if sys.platform == "win32" or (self.host, self.numbering) != (socket.gethostname(), _numbering()):
+            return False  # on Windows signal 0 is Ctrl-C: asking would interrupt the process
         try:
             os.kill(self.process, 0)
             status = Path(f"/proc/{self.process}/stat").read_text(encoding="ascii", errors="replace")

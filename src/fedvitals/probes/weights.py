@@ -18,10 +18,14 @@ from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES,
 
 
 def weights(view: View) -> Mapping[str, Any]:
-    """Return the nine sums of every parameter and, separately, of every buffer (batch norm's running statistics).
+    """Measure every parameter and, separately, every buffer, such as batch norm's running statistics.
 
     Args:
         view: The client's model at this moment, and its data.
+
+    Returns:
+        {"weight": [layers, 9], "buffer": [buffers, 9]}, with the sums of `gradient_sums`, and of the whole model
+        «weight.norm» and «weight.nonfinite».
     """
     measured = weight_rows(view)
     return {**measured, **whole_model(measured["weight"])}

@@ -55,7 +55,7 @@ def timed(name: str | None = None, **attributes: Any) -> Timed: ...
 
 
 def timed(name: str | Callable[..., Any] | None = None, **attributes: Any) -> Any:
-    """A context manager and decorator that measures its block.
+    """Measure how long a block or function takes, as a span of the round: a context manager and decorator.
 
     A block that raises is noted in its span and as an Event «exception»; the exception propagates unchanged. Outside
     any scope the time is only logged, at DEBUG.

@@ -148,9 +148,9 @@ class GeometricMedian(Robust, frozen=True):
     Distances are between trained weights.
 
     Args:
-        iterations: Steps at most.
-        tolerance: It stops once a step is below this share of the mean distance.
-        smoothing: The least distance that is used.
+        iterations: The most steps of the algorithm.
+        tolerance: It ends earlier, once a step is shorter than this share of the mean distance.
+        smoothing: Shorter distances count as this one, so that no state gets an infinite weight.
     """
 
     iterations: int = 1000

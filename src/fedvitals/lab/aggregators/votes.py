@@ -23,7 +23,7 @@ class MajorityVote(Aggregator, frozen=True):
     stays. Pairs with the compression `sign`, whose magnitudes it ignores. Buffers are averaged.
 
     Args:
-        learning_rate: The step.
+        learning_rate: The length of a weight's step.
     """
 
     learning_rate: float = 0.001

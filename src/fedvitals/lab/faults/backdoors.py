@@ -47,9 +47,9 @@ class Backdoor(Fault, frozen=True):
 
     Args:
         share: The share of its samples that carries the trigger.
-        target: The label that they get.
+        target: The label that these samples get.
         size: The patch has `size` × `size` pixels, or so many features.
-        value: What these are set to.
+        value: The number that these pixels or features are set to.
     """
 
     share: Share = 0.5
@@ -93,9 +93,9 @@ class DistributedBackdoor(Backdoor, frozen=True):
 
     Args:
         share: The share of its samples that carries the trigger.
-        target: The label that they get.
+        target: The label that these samples get.
         size: The patch has `size` × `size` pixels, or so many features.
-        value: What these are set to.
+        value: The number that these pixels or features are set to.
         part: Which piece the node has; by default its place among the nodes.
     """
 
@@ -194,9 +194,9 @@ class Neurotoxin(Backdoor, frozen=True):
 
     Args:
         share: The share of its samples that carries the trigger.
-        target: The label that they get.
+        target: The label that these samples get.
         size: The patch has `size` × `size` pixels, or so many features.
-        value: What these are set to.
+        value: The number that these pixels or features are set to.
         top: The share of the weights that is left alone.
     """
 
@@ -224,9 +224,9 @@ class ModelReplacement(Backdoor, frozen=True):
 
     Args:
         share: The share of its samples that carries the trigger.
-        target: The label that they get.
+        target: The label that these samples get.
         size: The patch has `size` × `size` pixels, or so many features.
-        value: What these are set to.
+        value: The number that these pixels or features are set to.
         factor: What the update is multiplied by; None: n / η, where n is the inverse of the attackers' share of all
             samples and η the server's learning rate.
     """

@@ -134,8 +134,8 @@ class Sybils(LabelFlip, frozen=True):
     Args:
         source: The class that is relabelled.
         target: The label that it gets.
-        rate: The share of its samples.
-        strength: How many times as long the update is.
+        rate: The share of the samples of class `source` that is relabelled.
+        strength: The length of what they send, as a multiple of that mean's.
         difference: The norm of the noise that each adds, as a share of the update's.
     """
 

@@ -37,7 +37,7 @@ class LabelNoise(Fault, frozen=True):
     the steps is replaced; targets that are no classes are exchanged between samples.
 
     Args:
-        rate: The share of the labels.
+        rate: The share of the labels that is replaced.
     """
 
     rate: Share = 0.8
@@ -60,7 +60,7 @@ class LabelFlip(Fault, frozen=True):
     Args:
         source: The class that is relabelled.
         target: The label that it gets.
-        rate: The share of its samples.
+        rate: The share of the samples of class `source` that is relabelled.
     """
 
     source: Index = 0
@@ -86,7 +86,7 @@ class MissingClasses(Fault, frozen=True):
     """A client that never sees some classes: its samples of them are removed.
 
     Args:
-        missing: The classes.
+        missing: The classes whose samples are removed.
     """
 
     missing: tuple[int, ...] = (0,)
@@ -133,7 +133,7 @@ class InputScale(Fault, frozen=True):
     """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1.
 
     Args:
-        factor: What every input is multiplied by.
+        factor: The number that every input is multiplied by.
     """
 
     factor: Positive = 255.0
@@ -156,7 +156,7 @@ class GroupLeftBehind(Fault, frozen=True):
     Images are rotated by 180°, other inputs reversed.
 
     Args:
-        share: The share of each client's samples.
+        share: The share of each client's samples whose inputs are rotated.
     """
 
     share: Share = 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class ModelHistory(Protocol):
         ...
 
 
+def _with_shared_arguments(docstring: str | None) -> str:
+    """Return a fault's docstring with the parameters that all faults take, which `help` would not show otherwise."""
+    own, shared = inspect.cleandoc(docstring or ""), inspect.cleandoc(Fault.__doc__ or "").partition("Args:\n")[2]
+    return f"{own}\n{shared}" if "\nArgs:\n" in own else f"{own}\n\nArgs:\n{shared}"
+
+
 class Fault(Description, frozen=True, kw_only=True):
     """A fault of a node, or of the whole federation, in some rounds.
 
@@ -93,6 +100,7 @@ class Fault(Description, frozen=True, kw_only=True):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
+        cls.__doc__ = _with_shared_arguments(cls.__doc__)
         if "issue" not in cls.__dict__:
             cls.issue = kind_of(cls.__name__)
         issue = ISSUES_BY_CODE.get(cls.issue.upper())

@@ -76,7 +76,7 @@ class Forgetting(Fault, frozen=True):
 
     Args:
         samples: How many samples it trains on.
-        factor: How many times as long it trains on them.
+        factor: How many times as many local steps as the others it trains on them.
     """
 
     samples: Count = 1
@@ -102,7 +102,7 @@ class Padding(Fault, frozen=True):
     """Padding that was not masked: each text ends with tokens 0, which the client learns to predict.
 
     Args:
-        share: The share of each text.
+        share: The share of each text that is replaced by padding.
     """
 
     share: Share = 0.5
@@ -118,7 +118,7 @@ class ShortTexts(Fault, frozen=True):
     """Truncated texts: only the beginning of each is left; the rest is padding, which is correctly masked.
 
     Args:
-        share: The share that is left.
+        share: The share of each text that is left.
     """
 
     share: Share = 0.1

@@ -24,7 +24,7 @@ class DropOut(Fault, frozen=True):
     """A client that is unavailable in some rounds.
 
     Args:
-        rate: The probability in each round.
+        rate: The probability that it happens, in each of its rounds.
     """
 
     rate: Share = 1.0
@@ -54,7 +54,7 @@ class Timeout(Fault, frozen=True):
     server waits.
 
     Args:
-        seconds: By how much.
+        seconds: How much longer the upload takes.
     """
 
     seconds: Positive = 3600.0
@@ -68,7 +68,7 @@ class LostMessage(Fault, frozen=True):
     """A dropped connection: the update never arrives.
 
     Args:
-        rate: The probability in each round.
+        rate: The probability that it happens, in each of its rounds.
     """
 
     rate: Share = 1.0
@@ -83,7 +83,7 @@ class CorruptedMessage(Fault, frozen=True):
     """An update with flipped bits. A checksum reveals it, and it is not used; or, if `silent`, it goes unnoticed.
 
     Args:
-        rate: The probability in each round.
+        rate: The probability that it happens, in each of its rounds.
         silent: Whether it goes unnoticed: one bit flips in some numbers; in the exponent that may make them huge or
             NaN.
         share: The share of the numbers that is hit, if silent.
@@ -115,7 +115,7 @@ class ClockSkew(Fault, frozen=True):
     """A wrong clock: the client's timestamps are late or early.
 
     Args:
-        seconds: By how much; negative is early.
+        seconds: By how much they are late; negative: early.
     """
 
     seconds: Annotated[float, functools.partial(require_within, low=-1e9, high=1e9)] = 3600.0

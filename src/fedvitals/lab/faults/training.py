@@ -77,7 +77,7 @@ class NotFinite(Fault, frozen=True):
     Args:
         value: «nan», «inf» or «-inf».
         layer: The layer, by its name, or by its place among the weight tensors.
-        at_step: The local step.
+        at_step: The local step at which it happens.
     """
 
     value: Literal["nan", "inf", "-inf"] = "nan"
@@ -164,7 +164,7 @@ class MemoryHog(Fault, frozen=True):
 
     Args:
         megabytes: How much memory is allocated.
-        at_step: The local step.
+        at_step: The local step at which it happens.
         fatal: Whether the allocation fails, and the client with it.
     """
 
@@ -222,7 +222,7 @@ class VanishingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the initial model is too small.
 
     Args:
-        factor: What it is multiplied by, below 1.
+        factor: The number, below 1, that every weight matrix is multiplied by.
     """
 
     factor: Positive = 0.01

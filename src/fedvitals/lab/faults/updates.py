@@ -100,7 +100,7 @@ class SignFlip(Fault, frozen=True):
     """An attacker: the update with its sign reversed.
 
     Args:
-        strength: How many times as long it is.
+        strength: The length of what it sends, as a multiple of the update's.
     """
 
     strength: Positive = 1.0
@@ -115,7 +115,7 @@ class Scaling(Fault, frozen=True):
     """A scaled update: from an attacker who wants more influence, or a client that sends a sum instead of a mean.
 
     Args:
-        factor: What the update is multiplied by.
+        factor: The number that the update is multiplied by.
     """
 
     factor: NotNegative = 10.0
@@ -273,8 +273,9 @@ class LittleIsEnough(Fault, frozen=True):
     «A little is enough», Baruch, Baruch and Goldberg 2019.
 
     Args:
-        deviations: How many; None: by the paper's formula for the number of attackers and clients, such that a
-            majority is still closer to them than to the mean. For few attackers that is 0, which does no harm.
+        deviations: The number of standard deviations; None: by the paper's formula for the number of attackers and
+            clients, such that a majority is still closer to them than to the mean. For few attackers that is 0, which
+            does no harm.
     """
 
     deviations: float | None = None
@@ -315,7 +316,7 @@ class InnerProduct(Fault, frozen=True):
     negative.
 
     Args:
-        strength: How many times as long as the mean it is.
+        strength: The length of what they send, as a multiple of that mean's.
     """
 
     strength: Positive = 0.5

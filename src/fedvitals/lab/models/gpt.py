@@ -46,8 +46,8 @@ class GPT(Description, frozen=True):
 
     Args:
         width: The width of the residual stream.
-        heads: Attention heads.
-        layers: Blocks.
+        heads: The number of attention heads in a block.
+        layers: The number of blocks.
         pretraining: Steps and settings of a training on the data set's public part before the federation; None:
             none.
     """

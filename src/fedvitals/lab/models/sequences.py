@@ -31,8 +31,8 @@ class Transformer(Description, frozen=True):
 
     Args:
         width: The width of the residual stream.
-        heads: Attention heads.
-        layers: Blocks.
+        heads: The number of attention heads in a block.
+        layers: The number of blocks.
         patch: Pixels along the side of an image patch.
     """
 
@@ -81,8 +81,8 @@ class VIT(Description, frozen=True):
 
     Args:
         width: The width of the residual stream.
-        heads: Attention heads.
-        layers: Blocks.
+        heads: The number of attention heads in a block.
+        layers: The number of blocks.
         patch: Pixels along the side of an image patch.
     """
 
@@ -115,7 +115,7 @@ class LSTM(Description, frozen=True):
 
     Args:
         hidden: The width of the state.
-        layers: Layers on top of each other.
+        layers: The number of layers, one on top of the other.
     """
 
     hidden: int = 64
@@ -160,7 +160,7 @@ class GRU(LSTM, frozen=True):
 
     Args:
         hidden: The width of the state.
-        layers: Layers on top of each other.
+        layers: The number of layers, one on top of the other.
     """
 
     def _recurrent(self, features: int, *, per_step: bool) -> nn.Module:

@@ -29,9 +29,10 @@ class Network(Description, frozen=True):
     """The links and devices of the nodes, and how a round treats slow and absent ones.
 
     Args:
-        links: One name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
-        devices: In the same way.
-        profiles: Links and devices of your own, by name.
+        links: The link of every node by its name (docs/lab.md lists them), or shares of names from which each node
+            draws: `{"4g": 0.7, "3g": 0.3}`.
+        devices: The device of every node, in the same way.
+        profiles: Links and devices of your own, by name: `lab.Link` and `lab.Device`.
         overrides: Links and devices of single nodes: `{"c3": ["lora", "phone"]}`.
         spread: σ of the log-normal factor of a node's own rates and speed; the median node has its profile's.
         jitter: σ of the log-normal factor of each single time; its mean is 1.
@@ -40,7 +41,7 @@ class Network(Description, frozen=True):
         over_selection: The factor by which more clients are asked than are needed; 1.3 in Bonawitz et al. 2019.
         server: The device that aggregates and evaluates.
         server_bits_per_second: The rate of the server's line, on which models are sent one after the other; None: no
-        limit.
+            limit.
         edge_links: The links between edge nodes and the server; None: they take no time.
     """
 

@@ -43,7 +43,7 @@ class Asynchronous(Description, frozen=True):
     Args:
         buffer: Updates in one aggregation.
         concurrency: Clients that train at a time; by default the share that takes part.
-        exponent: How fast a late update loses its weight.
+        exponent: How fast a late update loses its weight: one that began τ models ago counts (1 + τ)^−exponent.
     """
 
     buffer: int = 10  # K: updates in one aggregation

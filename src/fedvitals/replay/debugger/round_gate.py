@@ -190,13 +190,15 @@ def _read_claim(sign: Path) -> SessionClaim | None:
 def _is_alive(owner: str) -> bool:
     """Return whether the session's process exists; for another machine it is assumed."""
     machine, _, process = owner.rpartition(":")[0].rpartition(":")
-    if machine != socket.gethostname() or not process.isdecimal() or sys.platform == "win32":
+    if machine != socket.gethostname() or not process.isdecimal():
         return True
     return is_process(int(process))
 
 
 def is_process(process_id: int) -> bool:
-    """Return whether a process of this id exists on this machine, whoever owns it."""
+    """Return whether a process of this id exists on this machine, whoever owns it; on Windows always True."""
+    if sys.platform == "win32":  # signal 0 is Ctrl-C there: asking would interrupt the training
+        return True
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

@@ -164,7 +164,7 @@ class Alerts(Sink):
 
     @property
     def folder(self) -> Path | None:
-        """The folder where undelivered alerts wait."""
+        """The folder where undelivered alerts wait; None while they are kept in memory only."""
         return self._folder or self._beside
 
     def _start(self) -> None:
