@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers
 from fedvitals.probes import samples
 from fedvitals.probes.class_losses import (
     ClassSums,
@@ -43,8 +43,6 @@ MOST_NUMBERS = 1 << 20  # of one output; of a larger one, rows that are spread e
 MOST_WAITING = 1 << 20  # of outputs that wait to be evaluated, and as many of their gradients
 CAST = "ToCopyBackward0"  # of autograd: to another precision
 MOST_AWAITED = 32  # outputs without a backward pass
-
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch.func tells it nowhere else
 
 NOT_MEASURED = "Training losses by class are not measured: "
 OTHER_LOSS = (
@@ -306,7 +304,7 @@ def _obstacle(logits: Any) -> str | None:
     """Return why an output cannot be measured; None if it can."""
     if not isinstance(logits, Tensor):
         returned = f"a {type(logits).__name__}"
-    elif type(logits) is not Tensor or _is_wrapped(logits):
+    elif type(logits) is not Tensor or not holds_numbers(logits):
         returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
     elif logits.dim() in (2, 3) and logits.shape[-1] > 1 and logits.is_floating_point():
         return None
