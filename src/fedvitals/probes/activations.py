@@ -74,7 +74,12 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
             if torch.compiler.is_compiling():
                 return
             tensor = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2 and holds_numbers(tensor):
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and tensor.dim() >= 2
+                and holds_numbers(tensor)
+            ):
                 charge(lambda: keep(index, _measure_output(tensor, module)))
 
         return hook
