@@ -11,11 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch.func tells it nowhere else
+
 
 def can_be_hooked(model: Any) -> bool:
     """Not where a hook would have the model compiled anew, or is not called."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers of its own: those inside torch.func (grad, vmap) stand for others."""
+    return not _is_wrapped(tensor)
 
 
 def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:

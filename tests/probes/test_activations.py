@@ -169,3 +169,28 @@ def test_deep_measures_one_step_in_many():
     twice, once = (sink.layers("activation", node="c0", round=number) for number in range(2))
     assert (twice.get("count") == 2 * once.get("count")).all()
     assert np.isfinite(twice.get("mean")).all()
+
+
+def test_compiled_models_and_torch_func_lose_no_client():
+    """Activations are left out there; everything else of the client-round is still measured."""
+
+    def by_func(model, x, y):
+        own = dict(model.named_parameters())
+        gradients = torch.func.grad(lambda p: functional.cross_entropy(torch.func.functional_call(model, p, (x,)), y))
+        for name, gradient in gradients(own).items():
+            own[name].grad = gradient
+
+    def by_call(model, x, y):
+        functional.cross_entropy(model(x), y).backward()
+
+    for compiled, differentiate in ((True, by_call), (False, by_func)):
+        model, (x, y) = make("mlp"), make_data(16)
+        if compiled:
+            model.compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor, sink = watched("deep", strict=True)
+        with monitor, monitor.round(0), monitor.client("c0", model):
+            differentiate(model, x, y)
+            optimizer.step()
+        assert sink.value("gradient.norm", node="c0") > 0
+        assert not [r for r in sink.records if getattr(r, "family", "") == "activation"]

@@ -136,6 +136,168 @@ def test_logits_by_name():
     assert sink.value("batch.size", node="c0") == 8
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("kind", ["logit", "flat logit", "weighted", "sigmoid"])
+def test_one_output_for_two_classes(kind, batch):
+    """The logit of the second class, or its probability; with a weight of positive samples, too."""
+    x, y = make_data(64)
+    y = y.clamp(max=1)
+    weight = torch.tensor(3.0) if kind == "weighted" else None
+    ends = {"flat logit": nn.Flatten(0), "sigmoid": nn.Sigmoid()}
+    model = nn.Sequential(nn.Linear(12, 1), ends.get(kind, nn.Identity()))
+
+    def run(model, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for places in torch.arange(64).split(batch):
+            optimizer.zero_grad()
+            outputs = model(x[places])
+            logits = (outputs.logit() if kind == "sigmoid" else outputs).reshape(-1, 1)
+            twin.see(torch.cat([torch.zeros_like(logits), logits], 1), y[places])
+            targets = y[places].reshape(outputs.shape).float()
+            if kind == "sigmoid":
+                functional.binary_cross_entropy(outputs, targets).backward()
+            else:
+                functional.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight).backward()
+            optimizer.step()
+
+    sink, twin = trained(model, run, (x, y))
+    check(sink, twin, 64, classes=2, tolerance=1e-4)
+    assert sink.value("batch.size", node="c0") == batch
+
+
+def test_pixels_have_their_classes_along_the_second_axis():
+    """As torch's cross-entropy takes them; one row per pixel."""
+    stream = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(12, 2, 4, 5, generator=stream), torch.randint(0, 3, (12, 4, 5), generator=stream)
+
+    def run(model, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in zip(images.split(4), labels.split(4), strict=True):
+            optimizer.zero_grad()
+            logits = model(x)
+            twin.see(logits.movedim(1, -1), y)
+            functional.cross_entropy(logits, y).backward()
+            optimizer.step()
+
+    sink, twin = trained(nn.Conv2d(2, 3, 1), run, (images, labels))
+    check(sink, twin, 240)
+
+
+@pytest.mark.parametrize("answer", [lambda z: (z, z.tanh()), lambda z: {"scores": z}, lambda z: (z.mean(), z)])
+def test_logits_among_other_outputs(answer):
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = make("mlp")
+
+        def forward(self, x):
+            return answer(self.net(x))
+
+    def run(model, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches(make_data(), 6):
+            optimizer.zero_grad()
+            outputs = model(x)
+            parts = outputs.values() if isinstance(outputs, dict) else outputs
+            logits = next(part for part in parts if part.dim() > 1)
+            twin.see(logits, y)
+            functional.cross_entropy(logits, y).backward()
+            optimizer.step()
+
+    sink, twin = trained(Several(), run)
+    check(sink, twin)
+
+
+def by_sam(model, x, y, see):
+    """Sharpness-aware: a step aside, and the gradient of there."""
+    logits = model(x)
+    see(logits, y)
+    functional.cross_entropy(logits, y).backward()
+    aside = [0.5 * p.grad for p in model.parameters()]
+    torch._foreach_add_([p.data for p in model.parameters()], aside)
+    model.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    torch._foreach_sub_([p.data for p in model.parameters()], aside)
+
+
+def by_two_passes(model, x, y, see):
+    """As R-Drop does."""
+    logits = [model(x), model(x)]
+    see(logits[0], y)
+    sum(functional.cross_entropy(z, y) for z in logits).backward()
+
+
+def by_three_steps(model, x, y, see):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3):
+        logits = model(x)
+        if not number:
+            see(logits, y)
+        optimizer.zero_grad()
+        functional.cross_entropy(logits, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("look", [by_sam, by_two_passes, by_three_steps])
+def test_a_batch_that_is_looked_at_again_counts_once(look):
+    """Each sample of the first pass counts as the training found it first, and the passes keep their ends."""
+    data = make_data(44)
+
+    def run(model, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            for x, y in DataLoader(TensorDataset(*data), 8):
+                optimizer.zero_grad()
+                look(model, x, y, twin.see)
+                optimizer.step()
+
+    sink, twin = trained(make("mlp"), run, data)
+    check(sink, twin, 44)
+    z, y = torch.cat(twin.logits)[-last_quota(44) :], torch.cat(twin.labels)[-last_quota(44) :]
+    close(sink.value("train.loss_last", node="c0"), float(functional.cross_entropy(z, y)), 1e-5)
+
+
+def test_a_closure_that_is_called_again_counts_once():
+    data = make_data(48)
+
+    def run(model, twin):
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4)
+        for x, y in zip(data[0].split(8), data[1].split(8), strict=True):
+            seen = []
+
+            def closure(x=x, y=y, seen=seen):
+                optimizer.zero_grad()
+                logits = model(x)
+                if not seen:
+                    seen.append(twin.see(logits, y))
+                loss = functional.cross_entropy(logits, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    sink, twin = trained(make("mlp"), run, data)
+    check(sink, twin, 48)
+
+
+def test_passes_over_all_data_at_once_are_passes():
+    data = make_data(32)
+
+    def run(model, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            logits = model(data[0])
+            twin.see(logits, data[1])
+            functional.cross_entropy(logits, data[1]).backward()
+            optimizer.step()
+
+    sink, twin = trained(make("mlp"), run, data)
+    check(sink, twin, 32)
+    z, y = torch.cat(twin.logits)[-16:], torch.cat(twin.labels)[-16:]
+    close(sink.value("train.loss_last", node="c0"), float(functional.cross_entropy(z, y)), 1e-5)
+
+
 class Tagger(nn.Module):
     def __init__(self, vocabulary=9):
         super().__init__()
@@ -314,7 +476,7 @@ def test_outputs_are_kept_while_the_training_lasts_and_no_longer():
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("place", ["_batch_size", "_rows", "judge_gradients"])
+@pytest.mark.parametrize("place", ["_batch_size", "_first_tensor", "_rows", "judge_gradients"])
 def test_our_own_errors_do_not_reach_the_training(monkeypatch, place):
     def fail(*_arguments, **_named):
         raise RuntimeError("ours")

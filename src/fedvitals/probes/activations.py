@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.kernels import sums
+from fedvitals.model_hooks import can_be_hooked, holds_numbers
 from fedvitals.probes import samples
 from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import HEALTH_COLUMNS, Array, empty_sums, merge_sums
@@ -70,13 +71,24 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
 
     def hook_for(index: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             tensor = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2:
-                charge(lambda: seen.setdefault(index, []).append(_measure_output(tensor, module)))
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.is_floating_point()
+                and tensor.dim() >= 2
+                and holds_numbers(tensor)
+            ):
+                charge(lambda: keep(index, _measure_output(tensor, module)))
 
         return hook
 
-    handles = [module.register_forward_hook(hook_for(i)) for i, (_, module) in enumerate(modules)]
+    def keep(index: int, measured: tuple[Array, Array]) -> None:
+        seen.setdefault(index, []).append(measured)
+
+    hooked = enumerate(modules) if can_be_hooked(view.model) else ()
+    handles = [module.register_forward_hook(hook_for(i)) for i, (_, module) in hooked]
 
     def take() -> Mapping[str, Any]:
         for handle in handles:

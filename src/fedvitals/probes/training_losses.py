@@ -3,7 +3,10 @@
 
 A forward hook sees the logits, a hook on the way back their gradient, and both together give each sample's label and
 loss (see `class_losses`). The table by class counts each sample once, as the received model finds it: the first pass
-over the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last eighth of the last pass.
+over the client's data, or all steps where `data` is unknown. A batch that is looked at again before the next one (SAM,
+LBFGS, two passes with dropout) is counted once. `train.loss_last` is of the last eighth of the last pass.
+
+A single output per sample is that of two classes, whose logits are 0 and it, or probabilities after a sigmoid.
 
 At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
 exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of the rows are looked at.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +30,7 @@ from torch.utils.data import DataLoader
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers
 from fedvitals.probes import samples
 from fedvitals.probes.class_losses import (
     ClassSums,
@@ -42,9 +46,8 @@ from fedvitals.stats import Array
 MOST_NUMBERS = 1 << 20  # of one output; of a larger one, rows that are spread evenly
 MOST_WAITING = 1 << 20  # of outputs that wait to be evaluated, and as many of their gradients
 CAST = "ToCopyBackward0"  # of autograd: to another precision
+SIGMOID = "SigmoidBackward0"
 MOST_AWAITED = 32  # outputs without a backward pass
-
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch.func tells it nowhere else
 
 NOT_MEASURED = "Training losses by class are not measured: "
 OTHER_LOSS = (
@@ -58,16 +61,18 @@ NOT_SEEN = (
 
 
 _Span = tuple[int, int, int]  # of an output: the number of its first sample, its samples, its rows
+_Batch = tuple[weakref.ref[Tensor], int]  # the first input of a forward pass, and its version
 
 
 class _Output:
     """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come."""
 
-    __slots__ = ("first", "gradients", "logits", "samples", "stride", "version")
+    __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "version")
 
-    def __init__(self, logits: Tensor, stride: int, samples: int) -> None:
+    def __init__(self, logits: Tensor, stride: int, samples: int, batch: _Batch | None) -> None:
         """`stride`: every so many rows of the output are looked at. `samples`: in the batch."""
         self.logits: Tensor | None = logits
+        self.batch = batch
         self.gradients: Tensor | None = None
         self.stride, self.samples = stride, samples
         self.first = 0  # the number of its first sample, in the order of the backward passes
@@ -117,7 +122,8 @@ class TrainingLosses:
         self._numbers = 0  # of these
         self._evaluated: deque[tuple[list[_Span], JudgedRows]] = deque()  # that may be of the last pass
         self._totals: ClassTotals | None = None
-        self._normalised = False  # whether the outputs are log-probabilities
+        self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
+        self._counted: _Batch | None = None  # the batch whose samples were counted last
         self._handle: Any = None
         if can_be_hooked(view.model):
             hook = Hook(self._on_forward, self._broken)
@@ -169,17 +175,28 @@ class TrainingLosses:
         if not module.training or not torch.is_grad_enabled() or self._reason is not None:
             return
         began = time.perf_counter()
-        batch = _batch_size(output, arguments, named)
+        logits = _logits_among(output)
+        own_input = _first_tensor(arguments, named)
+        batch = _batch_size(logits, own_input)
+        tracked = own_input is not None and not own_input.is_inference()
+        source = (weakref.ref(own_input), own_input._version) if tracked else None  # noqa: SLF001
         # Whether a sample of it may belong to the first pass, or to the end of any.
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
         if total is None or now < total or now % total + awaited + batch > total - self._quota:
-            self._await_gradient(output if type(output) is Tensor else logits_of(output), batch)
-        else:
-            self._samples = now + batch
+            self._await_gradient(logits, batch, source)
+        elif not self._is_counted(source, batch):
+            self._samples, self._counted = now + batch, source
         self.seconds += time.perf_counter() - began
 
-    def _await_gradient(self, logits: Any, batch: int) -> None:
+    def _is_counted(self, source: _Batch | None, batch: int) -> bool:
+        """Return whether these are the samples that were counted last; a batch of all samples is a pass of its own."""
+        before, total = self._counted, self._total
+        if source is None or before is None or total is None or batch >= total:
+            return False
+        return before[1] == source[1] and before[0]() is source[0]() is not None
+
+    def _await_gradient(self, logits: Any, batch: int, source: _Batch | None) -> None:
         obstacle = _obstacle(logits)
         if obstacle is not None:
             self._refuse(obstacle)
@@ -191,9 +208,11 @@ class TrainingLosses:
         if numbers > MOST_NUMBERS:
             stride = -(-numbers // MOST_NUMBERS)
             rows = rows[::stride].clone()
-        output = _Output(rows, stride, batch)
+        output = _Output(rows, stride, batch, source)
         if self.batch is None:
-            self.batch, self._normalised = batch, type(node).__name__.startswith("LogSoftmax")
+            kind = type(node).__name__
+            self.batch, self._normalised = batch, kind.startswith("LogSoftmax")
+            self._sigmoid = kind == SIGMOID and rows.shape[1] == 1
         self._awaited.append(output)
         if len(self._awaited) > MOST_AWAITED:  # passes without a way back, as in an evaluation
             self._awaited.pop(0).logits = None
@@ -221,6 +240,10 @@ class TrainingLosses:
         self.seconds += time.perf_counter() - began
 
     def _keep(self, output: _Output, logits: Tensor, gradient: Tensor) -> None:
+        if self._is_counted(output.batch, output.samples):
+            output.logits = None
+            return
+        self._counted = output.batch
         output.first, rows = self._samples, _rows(gradient)
         self._samples += output.samples
         output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
@@ -254,15 +277,19 @@ class TrainingLosses:
         if not outputs:
             return
         known = [] if self._totals is None else [(self._totals.classes, self._totals.numbers.device)]
-        if len({*known, *((z.shape[1], z.device) for _, z, _ in outputs)}) > 1:
+        if len({*known, *((max(z.shape[1], 2), z.device) for _, z, _ in outputs)}) > 1:
             self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
             return
         logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
+        if logits.shape[1] == 1:
+            logits, gradients = _as_two_classes(logits.float(), gradients.float(), sigmoid=self._sigmoid)
         totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
         spans, numbers = [(output.first, output.samples, len(z)) for output, z, _ in outputs], None
         if totals.classes == 2:
             sizes = [len(z) for _, z, _ in outputs]
-            numbers = upload(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), logits.device)
+            single = max(sizes) == 1  # rows have no others of their output then: all outputs have one weight
+            places = np.zeros(len(sizes), np.int64) if single else np.repeat(np.arange(len(sizes)), sizes)
+            numbers = upload(torch.from_numpy(places), logits.device)
         judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
         totals.add_judged(judged)
         first = len(logits) if self._total is None else _rows_before(spans, self._total)
@@ -299,16 +326,50 @@ def _rows_before(spans: Sequence[_Span], place: int) -> int:
 def _rows(tensor: Tensor) -> Tensor:
     """Return [rows, classes] of an output or its gradient, without its graph."""
     own = tensor.detach()
-    return own if own.dim() == 2 else own.flatten(0, -2)
+    if own.dim() == 2:
+        return own
+    if own.dim() > 3:  # [samples, classes, height, width], as torch has it
+        own = own.movedim(1, -1)
+    return own[:, None] if own.dim() == 1 else own.flatten(0, -2)
+
+
+def _as_two_classes(outputs: Tensor, gradients: Tensor, *, sigmoid: bool) -> tuple[Tensor, Tensor]:
+    """Return logits and gradients [rows, 2] of outputs [rows, 1]: logits of the second class, or its probabilities."""
+    if sigmoid:
+        outputs, gradients = outputs.logit(), gradients * outputs * (1 - outputs)
+    return torch.cat([torch.zeros_like(outputs), outputs], 1), torch.cat([-gradients, gradients], 1)
+
+
+def _logits_among(output: Any) -> Any:
+    """Return the tensor of logits in a model's output: it itself, the one of that name, the first with rows."""
+    if type(output) is Tensor:
+        return output
+    logits = logits_of(output)
+    if logits is not output or not isinstance(output, tuple | list | Mapping):
+        return logits
+    parts = output.values() if isinstance(output, Mapping) else output
+    return next((part for part in parts if _has_rows(part)), output)
+
+
+def _has_rows(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dim() > 1 and part.is_floating_point() and part.requires_grad
+
+
+def _first_tensor(arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
+    """Return the first input of a forward pass that has samples."""
+    for part in (*arguments, *named.values()) if named else arguments:
+        if isinstance(part, Tensor) and part.dim():
+            return part
+    return None
 
 
 def _obstacle(logits: Any) -> str | None:
     """Return why an output cannot be measured; None if it can."""
     if not isinstance(logits, Tensor):
         returned = f"a {type(logits).__name__}"
-    elif type(logits) is not Tensor or _is_wrapped(logits):
+    elif type(logits) is not Tensor or not holds_numbers(logits):
         returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
-    elif logits.dim() in (2, 3) and logits.shape[-1] > 1 and logits.is_floating_point():
+    elif logits.dim() and logits.is_floating_point():
         return None
     else:
         returned = f"a tensor of shape {tuple(logits.shape)}"
@@ -320,12 +381,10 @@ def _is_captured(logits: Tensor) -> bool:
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _batch_size(output: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
+def _batch_size(logits: Any, own_input: Tensor | None) -> int:
     """Return the samples in a batch: the length of the first input, else of the output."""
-    for part in (*arguments, *named.values(), logits_of(output)) if named else arguments:
-        if isinstance(part, Tensor) and part.dim():
-            return max(1, len(part))
-    logits = logits_of(output)
+    if own_input is not None:
+        return max(1, len(own_input))
     return max(1, len(logits)) if isinstance(logits, Tensor) and logits.dim() else 1
 
 
