@@ -144,7 +144,7 @@ def test_every_trouble_once_what_is_there_now_first_and_worst_first(asking):
     assert found["verdict"]["state"] == "ill"
     (noise,) = [one for one in found["cases"] if one["issue"] == "LABEL_NOISE"]
     assert (noise["seen"], noise["since"], noise["message"]) == (7, 5, TOLD)
-    assert noise["sentence"] == "c7 sends updates like a client with wrong labels"
+    assert noise["sentence"] == "c7 seems to have wrong labels"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_cards_say_what_the_store_says_and_hostile_names_are_text(shown):
     ready(page, f"{url}/findings", "findings")
     card = card_of(page, keys(store)["LABEL_NOISE", "c7"])
     said = card.inner_text()
-    for words in ("▲", "warning", "c7 sends updates like a client with wrong labels", TOLD, "94", "since round 5"):
+    for words in ("▲", "warning", "c7 seems to have wrong labels", TOLD, "94", "since round 5"):
         assert words in said
     assert HOSTILE in card_of(page, keys(store)["CRASH", HOSTILE]).inner_text()
     assert page.locator("main img, main script").count() == 0
@@ -346,7 +346,7 @@ def test_by_keyboard(shown):
 def test_one_finding_shows_what_it_rests_on(shown):
     page, url, store = shown
     ready(page, f"{url}/findings/{quote(keys(store)['LABEL_NOISE', 'c7'])}", "finding")
-    assert page.locator("h1").inner_text() == "c7 sends updates like a client with wrong labels"
+    assert page.locator("h1").inner_text() == "c7 seems to have wrong labels"
     expect(page.locator("#evidence .chart:visible")).to_have_count(4)  # loss, norm, sum of evidence, confidence
     numbers = page.locator("#numbers").inner_text()
     assert "9.5" in numbers

@@ -77,7 +77,7 @@ def test_worst_first_in_one_click(client):
 def test_tells_how_a_run_is(client):
     ill = row(client, "a-ill")
     assert (ill["health"], ill["state"], ill["rounds"], ill["planned"]) == ("ill", "finished", 4, 4)
-    assert ill["headline"].startswith("c1 sends updates like a client with wrong labels")
+    assert ill["headline"].startswith("c1 seems to have wrong labels")
     assert ill["findings"] == {"critical": 0, "warning": 1, "note": 0}
     assert ill["accuracy"] == pytest.approx(0.7)
     assert ill["bytes"] == 4 * 3 * 2 * 1600

@@ -118,7 +118,7 @@ def test_the_story_has_all_its_parts(pages):
     assert found.count("<svg") >= 14
     assert "could not be drawn" not in found
     words = " ".join(Page(found).words)
-    assert "c7 sends updates like a client with wrong labels" in words  # the verdict
+    assert "c7 seems to have wrong labels" in words  # the verdict
     for part in (
         "Likely causes",
         "What would prove it wrong",
@@ -220,7 +220,7 @@ def test_the_verb_writes_and_says_so(store, tmp_path, capsys, monkeypatch):
     code, out, _ = run(capsys, "report", pictured.FULL, "--store", store)
     assert code == 0
     assert out.startswith("synthetic-report.html  ")
-    assert "Problem: c7 sends" in out
+    assert "Problem: c7 seems" in out
     told = result(capsys, "report", pictured.FULL, pictured.HOSTILE, "-o", tmp_path / "two.html", "--store", store)
     assert told["runs"] == [pictured.FULL, pictured.HOSTILE]
     assert told["bytes"] == (tmp_path / "two.html").stat().st_size

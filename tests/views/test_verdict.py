@@ -31,7 +31,7 @@ def verdict(*findings, facts=FACTS, rounds=40):
 
 def test_the_sentence_says_who_what_since_when_and_how_sure():
     told = verdict(label_noise())
-    assert told.headline == "c7 sends updates like a client with wrong labels, since round 5 (96 %)"
+    assert told.headline == "c7 seems to have wrong labels, since round 5 (96 %)"
     assert (told.state, told.since, told.confidence, told.node, told.issue) == ("ill", 5, 0.96, "c7", "LABEL_NOISE")
     assert told.key == "LABEL_NOISE~c7~~"
 
@@ -40,11 +40,11 @@ def test_the_sentence_says_who_what_since_when_and_how_sure():
     ("change", "words"),
     [
         ({"issue": "STRAGGLER"}, "c7 is far slower than the others, since round 5 (96 %)"),
-        ({"node": "c12"}, "c12 sends updates like a client with wrong labels, since round 5 (96 %)"),
-        ({"since": 9}, "c7 sends updates like a client with wrong labels, since round 9 (96 %)"),
-        ({"confidence": 0.71}, "c7 sends updates like a client with wrong labels, since round 5 (71 %)"),
-        ({"confidence": 0.999}, "c7 sends updates like a client with wrong labels, since round 5 (> 99 %)"),
-        ({"confidence": 1.0}, "c7 sends updates like a client with wrong labels, since round 5 (> 99 %)"),
+        ({"node": "c12"}, "c12 seems to have wrong labels, since round 5 (96 %)"),
+        ({"since": 9}, "c7 seems to have wrong labels, since round 9 (96 %)"),
+        ({"confidence": 0.71}, "c7 seems to have wrong labels, since round 5 (71 %)"),
+        ({"confidence": 0.999}, "c7 seems to have wrong labels, since round 5 (> 99 %)"),
+        ({"confidence": 1.0}, "c7 seems to have wrong labels, since round 5 (> 99 %)"),
         (
             {"issue": "NAN_UPDATE", "confidence": 1.0},
             "c7 sends updates that are NaN or infinite, since round 5 (100 %)",
@@ -57,7 +57,7 @@ def test_the_sentence_says_who_what_since_when_and_how_sure():
         ({"issue": "DIVERGENCE", "node": None}, "The loss runs away, since round 5 (96 %)"),
         (
             {"node": None, "group": "edge-2"},
-            "Nearly all of edge-2 send updates like clients with wrong labels, since round 5 (96 %)",
+            "Nearly all of edge-2 seem to have wrong labels, since round 5 (96 %)",
         ),
         (
             {
@@ -73,9 +73,38 @@ def test_another_finding_gives_another_sentence(change, words):
     assert verdict(label_noise(**change)).headline == words
 
 
+@pytest.mark.parametrize(
+    ("issue", "inferred", "measured"),
+    [
+        ("LABEL_NOISE", "c7 seems to have wrong labels", "c7 has wrong labels"),
+        ("LABEL_FLIP", "c7 seems to label one class as another", "c7 labels one class as another"),
+        ("INPUT_NOISE", "c7 seems to have noisy inputs", "c7 has noisy inputs"),
+        ("INPUT_SCALE", "c7 seems to have inputs on another scale", "c7 has inputs on another scale"),
+        (
+            "WRONG_LEARNING_RATE",
+            "c7 seems to train with a learning rate of its own",
+            "c7 trains with a learning rate of its own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("views", [["data"], ["exact"], ["telemetry"], ["server", "flip"], None, "data", [3]], ids=str)
+def test_what_was_measured_is_stated_and_what_was_inferred_seems_so(issue, inferred, measured, views):
+    told = verdict(label_noise(issue, more={"views": views}))
+    expected = measured if views in (["data"], ["exact"]) else inferred
+    assert told.headline == f"{expected}, since round 5 (96 %)"
+
+
+def test_of_several_clients_a_sentence_states_only_what_was_measured_on_all():
+    of_data = {"more": {"views": ["data"]}}
+    told = verdict(label_noise(**of_data), label_noise(node="c3", **of_data))
+    assert told.headline == "c3 and c7 have wrong labels, since round 5 (96 %)"
+    told = verdict(label_noise(**of_data), label_noise(node="c3"))
+    assert told.headline == "c3 and c7 seem to have wrong labels, since round 5 (96 %)"
+
+
 def test_several_culprits_of_one_issue_are_one_sentence():
     told = verdict(*(label_noise(node=f"c{i}", since=i, confidence=0.6 + i / 100) for i in (12, 3, 7, 5)))
-    assert told.headline == "c3, c5 and 2 more send updates like clients with wrong labels, since round 3 (up to 72 %)"
+    assert told.headline == "c3, c5 and 2 more seem to have wrong labels, since round 3 (up to 72 %)"
     assert told.key == "LABEL_NOISE~c12~~"  # of the surest
     assert "other" not in told.detail
 
@@ -158,7 +187,7 @@ def test_notes_and_what_is_over_never_make_a_run_ill():
     over = verdict(label_noise(number=9))
     assert over.state == "watch"
     assert over.headline == (
-        "Nothing serious now. Seen in rounds 5 to 9: c7 sends updates like a client with wrong labels (96 %)"
+        "Nothing serious now. Seen in rounds 5 to 9: c7 seems to have wrong labels (96 %)"
     )
     assert verdict(label_noise(number=9, severity="note")).state == "healthy"
 
@@ -259,7 +288,7 @@ def test_from_a_store_as_from_memory(tmp_path):
         store.write(numbered)
     with open_reader(path) as reader:
         told = verdict_of(reader, "r")
-        assert told.headline == f"{HOSTILE} sends updates like a client with wrong labels, since round 5 (96 %)"
+        assert told.headline == f"{HOSTILE} seems to have wrong labels, since round 5 (96 %)"
         assert told.detail.startswith("Accuracy 50 %.")
         first = {case.node: case for case in cases_of(reader, "r")}
         assert not first["c7"].still_there  # it took part since, and nothing was found

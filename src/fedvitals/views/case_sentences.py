@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in a main clause what is wrong: «c7 sends updates like a client with wrong labels».
+"""Says in a main clause what is wrong: «c7 has wrong labels», «c7 seems to have wrong labels».
 
-Of what is concluded from likeness, the words say «like»; of what was counted or compared, they say what is.
+What was measured where it arose, on a client's own samples or in its settings, is stated; what is concluded from a
+client's losses or updates «seems» so.
 """
 
 from __future__ import annotations
@@ -17,16 +18,10 @@ from fedvitals.views.labels import named, place_of
 
 # Issue → what one client does, and what several do. «{layer}» is filled in where the case has one.
 OF_CLIENTS = {
-    "LABEL_NOISE": ("sends updates like a client with wrong labels", "send updates like clients with wrong labels"),
-    "LABEL_FLIP": (
-        "behaves as if one class were labelled as another",
-        "behave as if one class were labelled as another",
-    ),
-    "INPUT_NOISE": ("sends updates like a client with noisy inputs", "send updates like clients with noisy inputs"),
-    "INPUT_SCALE": (
-        "behaves as if its inputs were on another scale",
-        "behave as if their inputs were on another scale",
-    ),
+    "LABEL_NOISE": ("seems to have wrong labels", "seem to have wrong labels"),
+    "LABEL_FLIP": ("seems to label one class as another", "seem to label one class as another"),
+    "INPUT_NOISE": ("seems to have noisy inputs", "seem to have noisy inputs"),
+    "INPUT_SCALE": ("seems to have inputs on another scale", "seem to have inputs on another scale"),
     "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
     "BYZANTINE": ("sends manipulated updates", "send manipulated updates"),
     "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),
@@ -35,8 +30,8 @@ OF_CLIENTS = {
     "DUPLICATE_UPDATE": ("sends the same update as another client", "send the same updates as other clients"),
     "WRONG_SAMPLE_COUNT": ("claims a wrong number of samples", "claim wrong numbers of samples"),
     "WRONG_LEARNING_RATE": (
-        "trains as if with a learning rate of its own",
-        "train as if with learning rates of their own",
+        "seems to train with a learning rate of its own",
+        "seem to train with learning rates of their own",
     ),
     "FROZEN_LAYER": ("does not train {layer}", "do not train {layer}"),
     "UNUSUAL_CLIENT": (
@@ -64,6 +59,16 @@ OF_CLIENTS = {
     "CLOCK_SKEW": ("has a wrong clock", "have wrong clocks"),
     "TELEMETRY_LOST": ("loses its telemetry", "lose their telemetry"),
 }
+
+# The same where that was measured on the clients' samples or read in their settings.
+MEASURED_OF_CLIENTS = {
+    "LABEL_NOISE": ("has wrong labels", "have wrong labels"),
+    "LABEL_FLIP": ("labels one class as another", "label one class as another"),
+    "INPUT_NOISE": ("has noisy inputs", "have noisy inputs"),
+    "INPUT_SCALE": ("has inputs on another scale", "have inputs on another scale"),
+    "WRONG_LEARNING_RATE": ("trains with a learning rate of its own", "train with learning rates of their own"),
+}
+MEASURED = frozenset({"data", "exact"})  # views of a finding that compare samples, settings or what was sent
 
 # Issue → what is wrong with the run as a whole, where its title does not say so by itself.
 OF_THE_RUN = {
@@ -108,11 +113,24 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
         subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
         several = len(who) > 1 or whole_group
         words = what_looks_wrong(worst, subject, several=several)
-        words = words or f"{subject} {OF_CLIENTS[worst.issue][several]}{manipulation(worst)}"
+        words = words or f"{subject} {_predicates(same)[several]}{manipulation(worst)}"
     layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
     if "{layer}" in words:
         return words.replace("{layer}", layer)
     return f"{words}, in {layer}" if layers else words
+
+
+def _predicates(same: Sequence[Case]) -> tuple[str, str]:
+    """Return what one client and what several do, by the issue of these cases; as measured only if all of them were."""
+    issue = same[0].issue
+    measured = MEASURED_OF_CLIENTS.get(issue) if all(map(_was_measured, same)) else None
+    return measured or OF_CLIENTS[issue]
+
+
+def _was_measured(case: Case) -> bool:
+    views = case.newest.evidence.get("views")
+    known = {view for view in views if isinstance(view, str)} if isinstance(views, list | tuple) else set()
+    return bool(known & MEASURED)
 
 
 def manipulation(case: Case) -> str:

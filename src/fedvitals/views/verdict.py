@@ -2,7 +2,7 @@
 """Writes the verdict on a run: one sentence with what is wrong, since when, and how sure that is.
 
 It is built from stored findings and nothing else. What muted cases say is left out; acknowledged ones are still there.
-Of what is concluded from likeness, the words say «like»; of what was counted or compared, they say what is.
+Of what is concluded from losses or updates, the words say «seems»; of what was measured, they say what is.
 """
 
 from __future__ import annotations

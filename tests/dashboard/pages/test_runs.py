@@ -42,7 +42,7 @@ def test_shows_at_a_glance_which_run_is_ill(home, page):
     ill = row(page, "ill one")
     assert ill.locator(".health").inner_text() == "▲problem"
     assert (
-        "c1 sends updates like a client with wrong labels, since round 1 (96 %)"
+        "c1 seems to have wrong labels, since round 1 (96 %)"
         in ill.locator(".headline").inner_text()
     )
     assert row(page, "good one").locator(".health").inner_text().endswith("OK")
