@@ -155,7 +155,7 @@ class DetectorExamination:
             findings: list[Finding] = []
             try:
                 # A client may send any number. Arithmetic on infinities gives NaN (∞ − ∞), which exceeds no limit, so
-                # no client is accused of it. That is intended and needs no warning; the median of no values still warns.
+                # no client is accused of it. That is intended and needs no warning; a median of nothing still warns.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                     findings.extend(detector(self.history, round_index))
             except Exception as error:
