@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What detectors looked at, and of which client-rounds they could not judge, with the reason.
+"""What the detectors examined, and which client-rounds they could not judge, with the reason.
 
-A client-round is judged if the client's update was seen as it was trained and compared with those of enough peers; or,
-where that cannot be, if its losses and the size of its update were compared with its own past. Some exact rules (NaN,
-crashes, a frozen layer) look at every client-round; silence of these alone is no all-clear.
+A client-round is judged if the client's update was seen as trained and compared with those of enough peers; failing
+that, if its losses and the size of its update were compared with its own past. Some exact rules (NaN, crashes, a frozen
+layer) check every client-round, but their silence alone is not an all-clear.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Metric, Where, is_client
 
-LOOKED_AT = "diagnosis.client_rounds"  # metric of a round: client-rounds that there were
+LOOKED_AT = "diagnosis.client_rounds"  # metric of a round: the number of client-rounds
 SHARE = "diagnosis.not_judged"  # metric of a round: share of these that were not judged
 NOT_JUDGED = {
     "masked": "updates are aggregated securely, and the server sees no single one",
@@ -40,31 +40,31 @@ NOT_JUDGED = {
 }
 """Rule → why it leaves client-rounds unjudged. Its metric is `diagnosis.not_judged.` and its name."""
 ACCEPTED = 0.1  # largest share of unjudged client-rounds with which a run still counts as examined
-NEWEST = 3  # rounds: if nobody was judged in these, what was judged before does not make up for it
+NEWEST = 3  # rounds: if no client was judged in these, earlier judgements do not make up for it
 NOTHING = "no client has completed a round"
-TRAINING = ("gradient.norm", "fit.loss_before", "fit.loss_after")  # what is compared of a client's training
+TRAINING = ("gradient.norm", "fit.loss_before", "fit.loss_after")  # the training metrics that are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """Clients that are not judged in a round, and the rule of `NOT_JUDGED` by which they are not."""
+    """Clients that are not judged in a round, and the rule of `NOT_JUDGED` that applies."""
 
     rule: str
     nodes: tuple[Node, ...]
 
     @property
     def reason(self) -> str:
-        """Return why, in words."""
+        """Return the reason in words."""
         return NOT_JUDGED[self.rule]
 
 
 @shared
 def abstentions(history: History, round_index: int) -> list[Abstention]:
-    """Return who is not judged in a round and why, each client at most once; empty if everybody is judged."""
+    """Return which clients are not judged in a round and why, each at most once; empty if all are judged."""
     clients = clients_of(history, round_index)
     if len(clients) == 1 and sum(map(is_client, history.nodes())) == 1:
-        return []  # one model that trains alone (`fv.watch`): nobody is to be told apart
-    # Of a client that failed there is no update to judge, and that it failed is reported.
+        return []  # one model that trains alone (`fv.watch`): there is nothing to compare
+    # A client that failed has no update to judge, and its failure is reported anyway.
     failed = {event.where.node for event in events_in(history, round_index, *FAILED_CALL_EVENTS)}
     unseen = sorted(set(clients) - failed - set(history.latest("update.norm", round_index)))
     stated = [Abstention("masked" if _is_masked(history) else "unseen", tuple(unseen))] if unseen else []
@@ -90,7 +90,7 @@ def _is_masked(history: History) -> bool:
 
 @shared
 def _measured(history: History, round_index: int) -> frozenset[Node]:
-    """Return the clients of which the direction of the update, or training, was measured in this round."""
+    """Return the clients whose update direction or training was measured in this round."""
     directions, _ = history.across("update.peers", ("cosine",), round_index)
     return frozenset(directions).union(*(history.latest(name, round_index) for name in TRAINING))
 
@@ -102,14 +102,14 @@ def unjudged_clients(history: History, round_index: int) -> set[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What the detectors looked at in a run, and what of it they could not judge."""
+    """What the detectors examined in a run, and how much of it they could not judge."""
 
     clients: int
     first: int | None  # round
     last: int | None
     client_rounds: int
     not_judged: Mapping[str, int] = field(default_factory=dict)  # rule of `NOT_JUDGED` → client-rounds
-    newest_judged: bool = True  # whether anybody was judged in the newest rounds
+    newest_judged: bool = True  # whether any client was judged in the newest rounds
 
     @property
     def share(self) -> float:
@@ -123,7 +123,7 @@ class Examined:
 
     @property
     def scope(self) -> str:
-        """Return what was looked at, in words: «10 clients in rounds 0 to 19, 200 client-rounds»."""
+        """Return what was examined, in words: «10 clients in rounds 0 to 19, 200 client-rounds»."""
         if self.first is None or not self.client_rounds:
             return NOTHING
         rounds = f"round {self.first}" if self.first == self.last else f"rounds {self.first} to {self.last}"
@@ -131,7 +131,7 @@ class Examined:
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """Return what was not judged and why, in words, the largest part first; empty: everything was."""
+        """Return what was not judged and why, in words, the largest part first; empty if everything was judged."""
         if not self.client_rounds:
             return (NOTHING,)
         rules = sorted(self.not_judged, key=lambda rule: -self.not_judged[rule])
@@ -148,7 +148,7 @@ class Examined:
 
 
 class ExaminationCounts:
-    """Counts what detectors look at, round by round."""
+    """Counts what the detectors examine, round by round."""
 
     def __init__(self) -> None:
         self._clients: set[Node] = set()
@@ -156,10 +156,10 @@ class ExaminationCounts:
         self._last: int | None = None
         self._client_rounds = 0
         self._not_judged: Counter[str] = Counter()
-        self._newest: deque[bool] = deque(maxlen=NEWEST)  # whether anybody was judged
+        self._newest: deque[bool] = deque(maxlen=NEWEST)  # whether any client was judged
 
     def add(self, history: History, round_index: int) -> Iterator[Metric]:
-        """Count a round, and return its metrics, which still lack their run."""
+        """Count a round, and return its metrics, whose run is still to be filled in."""
         clients, stated = clients_of(history, round_index), abstentions(history, round_index)
         count, unjudged = len(clients), sum(len(abstention.nodes) for abstention in stated)
         self._clients.update(clients)
@@ -173,7 +173,7 @@ class ExaminationCounts:
         return _metrics(round_index, count, unjudged, by_rule)
 
     def examined(self) -> Examined:
-        """Return what was looked at so far."""
+        """Return what was examined so far."""
         newest = not self._newest or any(self._newest)
         return Examined(
             len(self._clients), self._first, self._last, self._client_rounds, dict(self._not_judged), newest
@@ -190,7 +190,7 @@ def _metrics(round_index: int, count: int, unjudged: int, by_rule: Mapping[str, 
 
 
 def examination(history: History, rounds: Sequence[int] | None = None) -> Examined:
-    """Return what detectors look at in these rounds of a history (default: all)."""
+    """Return what the detectors examine in these rounds of a history (default: all)."""
     counts = ExaminationCounts()
     for round_index in history.rounds() if rounds is None else rounds:
         list(counts.add(history, round_index))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group findings into cases: one case per trouble, with its history, its alternatives and its consequences.
+"""Group findings into cases: one case per problem, with its history, its alternatives and its consequences.
 
 A detector reports a problem again in every round in which it sees it, and several detectors may have different names
 for the same problem. Findings of one issue and place are a strand; strands about the training of one client (or one
-group) that overlap in time are one case. It is called by the best-supported issue; the others are its alternatives. A
-case of the whole run that a lost model explains hangs below the case of the client that lost it.
+group) that overlap in time are one case. It is named after the best-supported issue; the others are its alternatives. A
+case of the whole run that a lost model explains is listed under the case of the client that lost it.
 
 A finding after more than `QUIET_ROUNDS` participations without one does not open a new case; it counts as a return.
 """
@@ -25,15 +25,15 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue, 
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 
-QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which another finding is a return
-UNTIL_BACK = ("DROP_OUT",)  # issues of clients that take no part: reported in every round until they do again
-OF_ONE_ROUND = ("STALLED",)  # issues that are over when their round is
-UNLIKELY = 0.05  # probability under which an alternative is left out
+QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which a new finding counts as a return
+UNTIL_BACK = ("DROP_OUT",)  # issues of absent clients: reported in every round until the client is back
+OF_ONE_ROUND = ("STALLED",)  # issues that end with their round
+UNLIKELY = 0.05  # alternatives below this probability are left out
 MODEL_LOST = ("NAN_WEIGHTS", "NAN_UPDATE", "NAN_GRADIENT")
-# Of a client: what can lose the model, if it is certain and the model is being lost; and how that shows.
+# Issues of a client that can lose the model, if certain enough.
 DAMAGING, CERTAIN = ("BYZANTINE", "WRONG_LEARNING_RATE", "NAN_UPDATE", "NAN_GRADIENT"), 0.9
 LOST = ("DIVERGENCE", "WEIGHT_EXPLOSION", "NAN_WEIGHTS", "EXPLODING_GRADIENT")
-# Of the whole run: what follows from a model that is being lost.
+# Issues of the whole run that follow from a model that is being lost.
 CONSEQUENCES = frozenset(
     {
         *("NAN_WEIGHTS", "NAN_GRADIENT", "WEIGHT_EXPLOSION", "DIVERGENCE", "OSCILLATION", "PLATEAU", "SLOW_PROGRESS"),
@@ -46,12 +46,12 @@ Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
 CaseKey = tuple[str, Node | None, str | None, str | None]
-CASE_TITLES = ("severity", "where", "what", "sure", "when")  # of what a display shows of a case, see `case_cells`
+CASE_TITLES = ("severity", "where", "what", "sure", "when")  # the columns a display shows of a case, see `case_cells`
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One trouble of a client, a group, a layer or the whole run, over all rounds in which it was found."""
+    """One problem of a client, a group, a layer or the whole run, over all rounds in which it was found."""
 
     issue: str  # the best supported
     node: Node | None
@@ -59,17 +59,17 @@ class Case:
     layer: str | None
     severity: str  # the worst of its findings
     confidence: float  # of the newest finding
-    since: int | None  # when it began, as far as can be known
+    since: int | None  # when it began, as far as known
     first: int | None  # the round of the first finding
     last: int | None  # the round of the last finding
     rounds: tuple[int, ...]  # with a finding
     confidences: tuple[float, ...]  # in these rounds
-    still_there: bool  # seen in the node's last participation; of a group or the run, in the last rounds
+    still_there: bool  # seen in the node's last participation; for a group or the run, in the last rounds
     returned: int  # how often it came back after more than QUIET_ROUNDS
-    newest: Finding  # of the best-supported issue
+    newest: Finding  # the newest of the best-supported issue
     alternatives: tuple[tuple[str, float], ...] = ()  # other issues that it may be, with their probabilities
     keys: tuple[CaseKey, ...] = ()  # of its strands, in order of arrival
-    cause: CaseKey | None = None  # the key of the case that it follows from
+    cause: CaseKey | None = None  # the key of the case that caused it
 
     @property
     def key(self) -> CaseKey:
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def alternatives_in_words(self) -> str:
-        """Return what else it may be: «or LABEL_NOISE 21 %, BYZANTINE 6 %»; empty without alternatives."""
+        """Return the alternatives in words: «or LABEL_NOISE 21 %, BYZANTINE 6 %»; empty if there are none."""
         others = ", ".join(f"{issue} {certainty(chance)}" for issue, chance in self.alternatives)
         return f"or {others}" if others else ""
 
@@ -131,7 +131,7 @@ def record_attendance(
 ) -> None:
     """Add a round to the attendance of every node that trained or sent an update in it.
 
-    Of a node without findings only its newest round is kept: cases count the rounds after a finding.
+    For a node without findings only its newest round is kept, as cases only count the rounds after a finding.
     """
     for node in (None, *{**history.latest("steps", round_index), **history.latest("update.norm", round_index)}):
         if node is None or node in with_findings:
@@ -141,20 +141,20 @@ def record_attendance(
 
 
 def key_of(finding: Finding) -> CaseKey:
-    """Return the key that findings of one case share. A client keeps its cases when it changes its cluster."""
+    """Return the key that findings of one case share. A client keeps its cases when it moves to another cluster."""
     where = finding.where
     return finding.issue, where.node, where.group if where.node is None else None, where.layer
 
 
 class CaseFindings:
-    """What a case needs of its findings, which may be as many as rounds; of these only the newest is held.
+    """What a case needs of its findings, of which there may be one per round; only the newest is kept whole.
 
-    A server holds it for as long as somebody looks at the run: 16 bytes a round.
+    A server holds it for as long as someone views the run: 16 bytes a round.
     """
 
     def __init__(self) -> None:
-        self.rounds, self.confidences = array("q"), array("d")  # ascending; of several in one round, the highest
-        self._outside: float | None = None  # the highest confidence of those that belong to no round
+        self.rounds, self.confidences = array("q"), array("d")  # ascending; the highest of each round
+        self._outside: float | None = None  # the highest confidence of findings that belong to no round
         self.severity = ""
         self.since: int | None = None
         self.newest: Finding | None = None
@@ -172,12 +172,12 @@ class CaseFindings:
             self.newest = finding
 
     def _raise(self, round_index: int | None, confidence: float) -> bool:
-        """Note a confidence; return whether it is the highest of its round so far."""
+        """Record a confidence; return whether it is the highest of its round so far."""
         if round_index is None:
             best = self._outside is None or confidence >= self._outside
             self._outside = confidence if best else self._outside
             return best
-        place = bisect_left(self.rounds, round_index)  # as a rule at the end
+        place = bisect_left(self.rounds, round_index)  # usually at the end
         if place == len(self.rounds) or self.rounds[place] != round_index:
             self.rounds.insert(place, round_index)
             self.confidences.insert(place, confidence)
@@ -190,7 +190,7 @@ class CaseFindings:
 def group_findings(
     findings: Iterable[Finding], known: dict[CaseKey, CaseFindings] | None = None
 ) -> dict[CaseKey, CaseFindings]:
-    """Return what each case needs of these findings, which come in order of arrival; added to what is `known`."""
+    """Return what each case needs of these findings, given in order of arrival; added to `known`."""
     by_case = {} if known is None else known
     for finding in findings:
         by_case.setdefault(key_of(finding), CaseFindings()).add(finding)
@@ -198,16 +198,16 @@ def group_findings(
 
 
 def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> list[Case]:
-    """Return one case per trouble, worst first: by severity, then confidence, then first round; what follows from a
-    case comes right after it.
+    """Return one case per problem, worst first: by severity, then confidence, then first round.
 
-    Without `attendance`, every node counts as present in every round up to that of the newest finding.
+    The consequences of a case follow right after it. Without `attendance`, every node counts as present in every round
+    up to that of the newest finding.
     """
     return cases_from(group_findings(findings), attendance)
 
 
 def cases_from(by_case: Mapping[CaseKey, CaseFindings], attendance: Attendance | None = None) -> list[Case]:
-    """Return the same of findings that are grouped already."""
+    """Return the same for findings that are already grouped."""
     present = dict(attendance or {})
     last = max((same.rounds[-1] for same in by_case.values() if same.rounds), default=-1)
     present.setdefault(None, range(last + 1))
@@ -245,8 +245,9 @@ def _attended(node: Node | None, attendance: Attendance) -> Sequence[int]:
 
 
 def _still_there(issue: str, node: Node | None, rounds: Sequence[int], attendance: Attendance) -> bool:
-    """Return whether a trouble was seen when its node last took part; of the run, in one of its last rounds, because
-    some signs of it are measured only now and then.
+    """Return whether a problem was seen when its node last took part.
+
+    For the whole run, in one of its last rounds, because some of its signs are only measured now and then.
     """
     attended = _attended(None if issue in UNTIL_BACK else node, attendance)
     after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
@@ -260,13 +261,13 @@ def _returns(node: Node | None, rounds: Sequence[int], attendance: Attendance) -
     return sum(_between(attended, earlier, later) > QUIET_ROUNDS for earlier, later in pairwise(rounds))
 
 
-# -- one case for one trouble -----------------------------------------------------------------------------------------
+# -- one case per problem ---------------------------------------------------------------------------------------------
 
 
 def _overlapping(strands: Mapping[CaseKey, Case], attendance: Attendance) -> list[list[Case]]:
-    """Return the strands that are one trouble together: about the training of one client or group, in the same time.
+    """Group strands into problems: about the training of the same client or group, at the same time.
 
-    What a system reports (crashes, time-outs), what users' own detectors say, and notes are facts of their own.
+    System failures (crashes, time-outs), findings of users' own detectors, and notes stay cases of their own.
     """
     together: list[list[Case]] = []
     by_subject: dict[tuple[Node | None, str | None], list[Case]] = {}
@@ -288,7 +289,7 @@ def _overlapping(strands: Mapping[CaseKey, Case], attendance: Attendance) -> lis
 
 
 def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
-    """Return strands of one trouble as one case."""
+    """Return the strands of one problem as one case."""
     chances = _chances(strands)
     heading = min(
         strands, key=lambda strand: (not strand.still_there, _rank_now(strand), -chances.get(strand.issue, 0))
@@ -318,10 +319,10 @@ def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
 
 
 def _chances(strands: Sequence[Case]) -> dict[str, float]:
-    """Return the probability of each issue that a trouble may be.
+    """Return the probability of each issue that a problem may be.
 
-    Rules count by their confidence. The learnt evidence gives the chances of all kinds; of what it said, the newest
-    counts, because it corrects what it said before.
+    Rules count with their confidence. The learnt evidence gives the chances of all kinds; only its newest finding
+    counts, because it supersedes the earlier ones.
     """
     seen_last = [strand for strand in strands if strand.still_there] or strands
     weights: dict[str, float] = {}
@@ -338,7 +339,7 @@ def _chances(strands: Sequence[Case]) -> dict[str, float]:
 
 
 def _causes(strand: Case) -> list[tuple[str, float]]:
-    """Return the issues, with their chances, that the newest finding of learnt evidence gives; empty for a rule."""
+    """Return the issues and chances given by the newest finding of learnt evidence; empty for a rule."""
     causes = strand.newest.evidence.get("causes")
     known = []
     for cause in causes if isinstance(causes, list | tuple) else ():
@@ -352,9 +353,9 @@ def _causes(strand: Case) -> list[tuple[str, float]]:
 
 
 def _causes_first(every_case: Sequence[Case]) -> list[Case]:
-    """Return the cases worst first, each that follows from another right after that one.
+    """Return the cases worst first, each consequence right after its cause.
 
-    A case from which a critical one of the run follows is critical itself: the model is being lost by it.
+    A case that causes a critical case of the run is critical itself, because it is losing the model.
     """
     culprits = [case for case in every_case if is_trouble(case) and _may_lose_the_model(case)]
     following: dict[CaseKey, list[Case]] = {}
@@ -374,7 +375,7 @@ def _causes_first(every_case: Sequence[Case]) -> list[Case]:
 def _may_lose_the_model(case: Case) -> bool:
     if _of_run(case):
         return case.issue == "NAN_WEIGHTS"
-    critical = case.severity == "critical" and case.issue_entry.family != "system"  # a crash loses no model
+    critical = case.severity == "critical" and case.issue_entry.family != "system"  # a crash does not lose the model
     return critical or (case.issue in DAMAGING and case.confidence > CERTAIN)
 
 
@@ -387,11 +388,11 @@ def _with_consequences(case: Case, following: Mapping[CaseKey, Sequence[Case]]) 
 
 
 def _follows(case: Case, cause: Case) -> bool:
-    """Return whether a case follows from one in which the model is lost: it began no earlier, while that lasted."""
+    """Return whether a case is a consequence of one that loses the model: it began no earlier, and during it."""
     began, lost = _first_round(case), _first_round(cause)
     if case.key == cause.key or not lost <= began <= _last_round(cause) + QUIET_ROUNDS:
         return False
-    if not _of_run(case):  # everybody looks odd who trains a model of NaN
+    if not _of_run(case):  # every client that trains a model of NaN looks odd
         learnt = case.issue_entry.family == "client" and not case.issue_entry.exact
         return learnt and cause.issue in MODEL_LOST and began > lost
     if case.issue == "NAN_WEIGHTS":
@@ -446,5 +447,5 @@ def _worst_first(case: Case) -> tuple[int, float, int]:
 
 
 def notes_in_words(count: int) -> str:
-    """Return the line that stands for notes, which are shown on request only."""
+    """Return the line that replaces notes, which are shown on request only."""
     return f"{count} note{'s are' if count != 1 else ' is'} not shown"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a faulty client on three levels: that something is wrong, of which family, and the exact cause.
+"""What is known of a faulty client on three levels: that it is faulty, the family of the fault, and the exact cause.
 
-Each level has its own probability. Exact relations, settings and data name causes that hold. The learnt evidence is
-right that something is wrong far more often than it is about the cause: of 176 accusations by it alone in `tune-wide`,
-as clients are and when they lie, 31 % had the right cause and 38 % the right family; of those that were sure of their
-cause, 41 and 46 %.
+Each level has its own probability. Exact relations, settings and data name causes reliably. The learnt evidence is far
+more often right that a client is faulty than about the cause: of 176 accusations by it alone in `tune-wide`, with
+honest and with lying clients, 31 % had the right cause and 38 % the right family; of those with a certain cause, 41 and
+46 %.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from fedvitals.diagnosis.evidence.fault_kinds import FAMILY_OF
 
 LEARNT = frozenset({"telemetry", "server", "flip"})  # views
-CAUSE_RIGHT, FAMILY_RIGHT = 0.41, 0.46  # of what the learnt evidence is sure of
+CAUSE_RIGHT, FAMILY_RIGHT = 0.41, 0.46  # when the learnt evidence is certain of the cause
 
 
 def cause_levels(probability: float, causes: Sequence[Sequence[Any]], views: Collection[str]) -> Mapping[str, Any]:

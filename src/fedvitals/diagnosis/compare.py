@@ -16,7 +16,7 @@ from fedvitals.records import Finding
 
 @dataclass(frozen=True, slots=True)
 class FindingsDifference:
-    """The findings that only one side has, or that both have with different words or numbers (as they are now)."""
+    """Findings that only one side has, or that both have with different texts or numbers (as they are now)."""
 
     same: int
     only_stored: tuple[Finding, ...]
@@ -29,7 +29,7 @@ class FindingsDifference:
 
 
 def compare_findings(stored: Sequence[Finding], now: Iterable[Finding]) -> FindingsDifference:
-    """Return how the stored findings differ from those of now; times and record ids are ignored."""
+    """Return how the stored findings differ from the current ones; times and record ids are ignored."""
     known = [finding for finding in stored if finding.issue in ISSUES_BY_CODE]
     before, after = _by_place(known), _by_place(now)
     both = [(before[place], after[place]) for place in after if place in before]
@@ -49,7 +49,7 @@ def _by_place(findings: Iterable[Finding]) -> dict[tuple[Any, ...], Finding]:
         where = finding.where
         place = (where.round, finding.issue, where.node, where.group, where.layer, where.step)
         copy = 0
-        while (*place, copy) in placed:  # a detector may report several findings for one place
+        while (*place, copy) in placed:  # a detector may report several findings in one place
             copy += 1
         placed[*place, copy] = finding
     return placed
@@ -66,7 +66,7 @@ def _reasons(finding: Finding) -> list[Any]:
 
 
 def _stored(evidence: Any) -> Any:
-    """Return evidence as a store returns it: JSON has no tuples, and writes non-finite numbers as words."""
+    """Return evidence as a store returns it: JSON has no tuples, and non-finite numbers are stored as words."""
     if isinstance(evidence, Mapping):
         return {str(key): _stored(entry) for key, entry in evidence.items()}
     if isinstance(evidence, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped detectors, and how they are run on a history round by round, each seeing only what was known by then."""
+"""The shipped detectors, and how they run on a history round by round, each seeing only what was known by then."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fedvitals.records import Finding
 STANDARD = "standard"
 MOST_ALARMS = 10.0
 OnDetectorFailure = Callable[[Exception, str], None]
-"""Called with the error of a detector that raised, and which detector it was."""
+"""Called with the error of a detector that raised, and the detector's name."""
 
 RULES: tuple[Detector, ...] = (
     *guards.DETECTORS,
@@ -74,8 +74,8 @@ def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: fl
     """Return the detectors that a user chose: «standard», functions, names of installed plug-ins, or a list of these.
 
     A plug-in that is not named is not imported; one that cannot be loaded fails in every round (`detectors.installed`).
-    `false_alarms` is the number of alarms allowed per 100 healthy rounds, over all rules together. Exact rules cost the
-    same at any setting; the search for faulty clients gets what is left of the budget.
+    `false_alarms` is the number of alarms allowed per 100 healthy rounds, over all rules together. Exact rules have the
+    same cost at any setting; the search for faulty clients gets the rest of the budget.
     """
     is_number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
     if not is_number or not 0 < false_alarms <= MOST_ALARMS:
@@ -104,7 +104,7 @@ def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: fl
 
 
 def compares_clients(detectors: Iterable[Detector]) -> bool:
-    """Return whether one of the detectors compares clients by all their signs, as «standard» does."""
+    """Return whether one of the detectors compares clients by all their signs, like «standard»."""
     return any(isinstance(detector, faulty_clients.FaultyClientLocator) for detector in detectors)
 
 
@@ -115,11 +115,10 @@ def examine(
     *,
     failed: OnDetectorFailure | None = None,
 ) -> list[Finding]:
-    """Return the findings of the given rounds (default: all) by the given detectors (default: the shipped ones), in
-    order.
+    """Return the findings of the given rounds (default: all) by the given detectors (default: the shipped ones).
 
-    The findings carry no run id, because a history has none. `failed` is called with the error of a detector that
-    raised, and the others go on; without it, the error is raised.
+    They are in order, and have no run id, because a history has none. `failed` is called with the error of a detector
+    that raised, and the others continue; without it, the error is raised.
     """
     chosen = DETECTORS if detectors is None else tuple(detectors)
     examination = DetectorExamination(history, chosen, failed, finished=True)
@@ -131,8 +130,7 @@ def examine(
 
 
 class DetectorExamination:
-    """Runs detectors over one run. They see the same view of its history each round, which ends one round later each
-    time.
+    """Runs detectors over one run, with the same view of its history, which ends one round later each time.
 
     `finished`: nothing is being added to the history meanwhile.
     """
@@ -151,24 +149,24 @@ class DetectorExamination:
         self._whole_run = WholeRunCauses()
 
     def findings_of(self, round_index: int) -> Iterator[Finding]:
-        """Yield what the detectors report for a round, from what was known by its end."""
+        """Yield what the detectors report for a round, given what was known by its end."""
         self._horizon.move_to(round_index)
         for detector in self._detectors:
             findings: list[Finding] = []
             try:
                 # A client may send any number. Arithmetic on infinities gives NaN (∞ − ∞), which exceeds no limit, so
-                # nobody is accused of it. That is intended and needs no warning; a median of nothing still warns.
+                # no client is accused of it. That is intended and needs no warning; a median of nothing still warns.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                     findings.extend(detector(self.history, round_index))
             except Exception as error:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{name_of(detector)}'")
-            for finding in findings:  # what it reported before it failed counts
+            for finding in findings:  # findings reported before a failure count
                 if not isinstance(finding, Finding) or not self._whole_run.explain(finding, round_index):
                     yield finding
 
 
 def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:
-    """Return the finding with the id of its run filled in, and the time unless the detector gave one."""
+    """Return the finding with its run's id filled in, and the time unless the detector set one."""
     return replace(finding, where=replace(finding.where, run=finding.where.run or run), at=finding.at or at)

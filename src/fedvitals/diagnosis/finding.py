@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build findings: every finding says what is wrong, where, since when, how sure that is, and on which numbers it
-rests.
-"""
+"""Build findings: each says what is wrong, where, since when, with what confidence, and on which numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from fedvitals.records import Finding, Suspect, Where
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One number that a finding rests on, beside the usual value: that of its peers now, or its own before."""
+    """One number behind a finding, with the usual value: that of its peers now, or its own before."""
 
     name: str  # of the metric, as in the catalogue
     value: float
     usual: float | None = None
-    score: float | None = None  # how far from usual, in robust standard deviations, signed
-    of: str = "peers"  # what `usual` is taken from: «peers», «own past», «first rounds», «limit»
+    score: float | None = None  # distance from the usual value, in robust standard deviations, signed
+    of: str = "peers"  # the origin of `usual`: «peers», «own past», «first rounds», «limit»
 
 
 def finding(
@@ -44,8 +42,7 @@ def finding(
 ) -> Finding:
     """Return a finding of this round. The caller that runs the detector fills in the run's name and the time.
 
-    `since`: the round in which the problem began, as far as can be seen. `more`: evidence specific to the issue, as
-    JSON.
+    `since`: the round in which the problem began, as far as known. `more`: evidence specific to the issue, as JSON.
     """
     issue_entry = ISSUES_BY_CODE[issue]
     evidence: dict[str, Any] = {
@@ -57,7 +54,7 @@ def finding(
     }
     if causes := [cause for cause in evidence.get("causes", ()) if _is_chance(cause)]:
         evidence["levels"] = cause_levels(confidence, causes, evidence.get("views", ()))
-    # A step may come from a client's claims, and a store takes no integer beyond 64 bits.
+    # A step may come from a client's claims, and a store accepts no integer beyond 64 bits.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = issue_entry.severity if severity is None else severity
     # The caller also fills in the time: the same history must give the same finding.
@@ -65,6 +62,6 @@ def finding(
 
 
 def _is_chance(cause: Any) -> bool:
-    """Return whether this is a kind of fault with its chance: a detector of somebody else's may write anything."""
+    """Return whether this is a kind of fault with its chance, since a third-party detector may write anything."""
     known = isinstance(cause, list | tuple) and len(cause) == 2 and isinstance(cause[0], str)
     return known and isinstance(cause[1], int | float)

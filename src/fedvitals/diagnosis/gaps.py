@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, missing records,
-client-rounds that nobody could judge.
+"""Reasons why a run without findings may still be unhealthy.
+
+These are failed detectors, failed measurements, missing records, and client-rounds that could not be judged.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from types import MappingProxyType
 from fedvitals.diagnosis.abstentions import Examined
 from fedvitals.records import Event, natural
 
-MONITOR_ERROR = "monitor.error"  # the event that tells of work of ours that failed
-OUTSIDE_ROUND = "client.outside_round"  # the event that tells of a client outside of any round
-UNSEEN = "workflow.unseen"  # the event that tells that the server sees neither rounds nor updates
-SINK_LOST = "sink.lost"  # the event that tells of records that a sink beside the store has lost
+MONITOR_ERROR = "monitor.error"  # the event that reports a failure of the monitor itself
+OUTSIDE_ROUND = "client.outside_round"  # the event that reports a client outside any round
+UNSEEN = "workflow.unseen"  # the event that says that the server sees neither rounds nor updates
+SINK_LOST = "sink.lost"  # the event that reports records lost by a sink other than the store
 NOTHING_SEEN = (
     "clients train and aggregate among themselves in this workflow, and the server sees neither their rounds nor their "
     "updates"
 )
 NO_LOSSES: Mapping[str, int] = MappingProxyType({})
 DETECTOR = "the detector "
-NAMED = 3  # of the clients or steps that are concerned; the others are counted
-# Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, what the machine does, and
-# probes of classifiers alone, which refuse models of sequences, images or single numbers.
+NAMED = 3  # of the affected clients or steps; the others are counted
+# Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, machine metrics, and
+# probes for classifiers only, which reject models of sequences, images or single numbers.
 UNRELATED = (
     "the probe 'scale'", "the probe 'nonlinearity'",
     "taping", "recording a", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape",
@@ -62,12 +63,12 @@ def gaps(
     outside: Collection[str] = (),
     unseen: bool = False,
 ) -> tuple[str, ...]:
-    """Return in words why a run was not fully examined; empty when it was.
+    """Return in words why a run was not fully examined; empty if it was.
 
-    `thinned`: client-rounds, see `monitor.thinned`. `examined`: what was looked at, if it is known; a small share that
-    could not be judged is no gap. `sinks`: records lost by sinks beside the store. `outside`: clients that trained
-    outside of any round. `unseen`: whether the server sees nothing of the training at all. Of a client, only its name
-    is given, because it may have written the rest itself.
+    `thinned`: client-rounds, see `monitor.thinned`. `examined`: what was examined, if known; a small share that could
+    not be judged is not a gap. `sinks`: records lost by sinks other than the store. `outside`: clients that trained
+    outside any round. `unseen`: whether the server sees nothing of the training. Only a client's name is quoted,
+    because it may have written the rest itself.
     """
     related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
     of_server = [failure for failure in related if failure.node in (None, "server")]
@@ -92,9 +93,9 @@ def gaps(
 
 
 def statement(detectors: int, reasons: Sequence[str], examined: Examined | None, *, silent: bool) -> str:
-    """Return what is said of an examination: beside findings, or (`silent`) in their place.
+    """Return the statement about an examination: shown with findings, or (`silent`) instead of them.
 
-    `reasons`: why it was not a full one. An all-clear names what was looked at.
+    `reasons`: why it was not complete. An all-clear names what was examined.
     """
     if reasons:
         return no_all_clear(reasons) if silent else incomplete(reasons)
@@ -117,9 +118,7 @@ def incomplete(reasons: Sequence[str]) -> str:
 
 
 def _named(failures: Sequence[MonitorFailure], kind: str) -> list[str]:
-    """Return «the detector 'plateau' failed in round 3 (TypeError)» for the first few failures, and a count of the
-    rest.
-    """
+    """Return «the detector 'plateau' failed in round 3 (TypeError)» for the first failures, and a count of the rest."""
     first: dict[str, MonitorFailure] = {}
     for failure in failures:
         first.setdefault(failure.doing or "a step of the monitor", failure)

@@ -2,14 +2,14 @@
 """A view of a run's history truncated at a given round, so that detectors replayed on a stored run see exactly what
 they saw live.
 
-Live, later rounds may be present already, because records arrive in batches. The cutoff is set here, once, so that no
-detector has to be trusted with it.
+Live, later rounds may already be present, because records arrive in batches. The cutoff is set here, once, so that
+detectors need not enforce it.
 
-Answers are kept for all detectors of a round, and so are statistics that several detectors need (`shared`). While a
-statistic is computed, it is noted which metrics and layer statistics of which rounds it rests on. If it rests on
-nothing else, it is kept for the next examined round too: as long as nothing is added to these, and as long as every
-examined round asks for it. What is not asked for in two examined rounds in a row is dropped, so what is kept does not
-grow with the length of a run.
+Answers are cached for all detectors of a round, and so are statistics that several detectors need (`shared`). While a
+statistic is computed, the metrics and layer statistics that it depends on are noted, with their rounds. If it depends
+on nothing else, it is also kept for the next examined round, as long as nothing is added to these and every examined
+round asks for it. What two consecutive examined rounds do not ask for is dropped, so the cache does not grow with the
+length of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_BACK = 1000  # rounds that detectors see; a long training must not exhaust 
 # A node exists from the first round in which it has one of these metrics, or an event.
 SIGNS_OF_LIFE = ("time.client", "steps", "update.norm", "samples", "update.samples", "weight.difference")
 
-WIDEST_MATRIX = 16  # columns of a family up to which all of them are read at once
+WIDEST_MATRIX = 16  # columns of a family up to which all of them are read together
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -38,19 +38,19 @@ P = ParamSpec("P")
 
 @runtime_checkable
 class CountsChanges(Protocol):
-    """A history that tells whether something has been added to what it answered."""
+    """A history that can tell whether data behind its answers was added."""
 
     def changes_of(self, name: str, round_index: int) -> Hashable:
-        """Return a value that differs once the answers about a metric or a family in a round may differ."""
+        """Return a value that changes when answers about a metric or a family in a round may have changed."""
         ...
 
 
 def shared(
     function: Callable[Concatenate[History, int, P], T],
 ) -> Callable[Concatenate[History, int, P], T]:
-    """Compute a statistic of a history and a round once for all detectors. Nobody may change what it returns.
+    """Compute a statistic of a history and a round once for all detectors. The result must not be modified.
 
-    It must follow from the history and the arguments alone. Where the history is no `HistoryCutoff`, it is computed in
+    It must depend on the history and the arguments alone. If the history is not a `HistoryCutoff`, it is computed in
     each call. Further arguments are positional and hashable.
     """
 
@@ -64,20 +64,23 @@ def shared(
 
 
 def state_of(history: History, kind: type[T]) -> T:
-    """Return what a detector keeps of a history from round to round: an object of this class, made when first asked
-    for. Where the history is no `HistoryCutoff`, a new one each time.
+    """Return a detector's state for a history: an object of this class, created on first use.
+
+    If the history is not a `HistoryCutoff`, a new one each time.
     """
     return history.state(kind) if isinstance(history, HistoryCutoff) else kind()
 
 
 Basis = dict[tuple[str, int | None], Hashable]
-"""What an answer rests on: metrics or families of a round (of no round: the names of a family's layers), each with the
-value that differs once it has changed."""
+"""The dependencies of an answer: metrics or families of a round, each with the value that changes when it does.
+
+Without a round: the names of a family's layers.
+"""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer, what it rests on (None: on more than can be compared), and when it was last asked for."""
+    """An answer, its dependencies (None: more than can be compared), and when it was last asked for."""
 
     answer: Any
     basis: Basis | None
@@ -85,7 +88,7 @@ class _Answer:
 
 
 class CutoffRound:
-    """The last round that detectors may see. The examination moves it; detectors have no access to it."""
+    """The last round that detectors may see. The examination advances it; detectors have no access to it."""
 
     def __init__(self) -> None:
         self.round = -1
@@ -100,7 +103,7 @@ class CutoffRound:
 class HistoryCutoff:
     """A `protocols.History` of the rounds up to and including the cutoff round.
 
-    `finished`: nothing is being added to the history, so that answers about all of its rounds may be kept.
+    `finished`: nothing is being added to the history, so answers about all of its rounds may be cached.
     """
 
     def __init__(self, history: History, horizon: CutoffRound, *, finished: bool = False) -> None:
@@ -111,7 +114,7 @@ class HistoryCutoff:
         self._moves = 0
         self._kept: dict[Hashable, Any] = {}  # answers about the whole run
         self._answers: dict[Hashable, _Answer] = {}  # answers about one round, and statistics of it
-        self._noted: list[Basis | None] = []  # what the statistics that are being computed rest on, the innermost last
+        self._noted: list[Basis | None] = []  # dependencies of the statistics being computed, innermost last
         self._states: dict[type, Any] = {}
         self._seen: dict[int, frozenset[Node]] = {}  # nodes present, by round
 
@@ -120,7 +123,7 @@ class HistoryCutoff:
         return self._horizon.round
 
     def _follow(self) -> None:
-        """Drop what the next round must not, or need not, know, once the cutoff has moved."""
+        """After the cutoff has moved, drop what the next round must not know or does not need."""
         if self._moves == self._horizon.moves:
             return
         self._moves = self._horizon.moves
@@ -131,7 +134,7 @@ class HistoryCutoff:
         }
 
     def _ask(self, key: Hashable, look_up: Callable[[], T]) -> T:
-        """Return an answer about the whole run; looked up once, or once for each examined round while it goes on."""
+        """Return an answer about the whole run, looked up once, or once per examined round while the run continues."""
         self._follow()
         self._note(None)
         if key not in self._kept:
@@ -140,7 +143,7 @@ class HistoryCutoff:
         return answer
 
     def computed(self, key: Hashable, look_up: Callable[[], T]) -> T:
-        """Return an answer that is kept, or look it up and note what that rests on."""
+        """Return a cached answer, or look it up and note its dependencies."""
         self._follow()
         kept = self._answers.get(key)
         if kept is None or (kept.move != self._moves and not self._still_holds(kept.basis)):
@@ -149,7 +152,7 @@ class HistoryCutoff:
                 answer = look_up()
             except BaseException:
                 self._noted.pop()
-                self._note(None)  # whoever goes on without it
+                self._note(None)  # an enclosing statistic may continue without it
                 raise
             kept = self._answers[key] = _Answer(answer, self._noted.pop(), self._moves)
         kept.move = self._moves
@@ -158,7 +161,7 @@ class HistoryCutoff:
         return result
 
     def _note(self, basis: Basis | None) -> None:
-        """Note what the statistic that is being computed rests on; None: on more than can be compared."""
+        """Note a dependency of the statistic being computed; None: more than can be compared."""
         if self._noted and self._noted[-1] is not None:
             if basis is None:
                 self._noted[-1] = None
@@ -174,28 +177,28 @@ class HistoryCutoff:
         return self._changes.changes_of(name, round_index) if self._changes is not None else None
 
     def _rests_on(self, name: str, round_index: int | None) -> None:
-        """Note that an answer is about a metric or a family in a round, or about the layers of a family."""
+        """Note that an answer depends on a metric or a family in a round, or on the layers of a family."""
         if round_index is not None and (round_index > self._round or not (self._finished or self._changes)):
             self._note(None)
         elif round_index is None or not self._finished:
             self._note({(name, round_index): self._state_of(name, round_index)})
 
     def state(self, kind: type[T]) -> T:
-        """Return the object of this class that is kept for all examined rounds."""
+        """Return the object of this class that is kept across all examined rounds."""
         if kind not in self._states:
             self._states[kind] = kind()
         state: T = self._states[kind]
         return state
 
     def kept_answers(self) -> int:
-        """Return how many answers are kept: for tests, which count that they do not grow."""
+        """Return the number of cached answers; tests check that it does not grow."""
         return len(self._answers) + len(self._kept) + len(self._seen)
 
     def _all_rounds(self) -> list[int]:
         return self._ask("rounds", self._history.rounds)
 
     def _span(self, rounds: Sequence[int]) -> slice:
-        """Return the part of these (ascending) rounds that may be seen."""
+        """Return the slice of these (ascending) rounds that may be seen."""
         every = self._all_rounds()
         last = bisect_right(every, self._round)
         first = every[max(0, last - LOOK_BACK)] if last else 0
@@ -261,11 +264,11 @@ class HistoryCutoff:
     def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
         if round_index > self._round:
             self._note(None)
-            for statistic in statistics:  # an unknown one is an error, whenever it is asked for
+            for statistic in statistics:  # an unknown one is an error whenever it is asked for
                 self._history.across(family, (statistic,), round_index)
             return [], np.empty((0, len(self.layers(family)), len(statistics)))
         columns, known = (FAMILIES[family].columns, statistics_of(family)) if family in FAMILIES else ((), ())
-        # Only the live history surely has all columns: a recording of the fault bank keeps what detectors ask for.
+        # Only the live history has all columns for certain: a recording of the fault bank keeps what detectors ask for.
         if self._changes is None or len(columns) > WIDEST_MATRIX or any(name not in known for name in statistics):
             nodes, values = self._read(family, tuple(statistics), round_index)
             return list(nodes), values.copy()
@@ -277,7 +280,7 @@ class HistoryCutoff:
         return list(nodes), values
 
     def _read(self, family: str, statistics: tuple[str, ...], round_index: int) -> tuple[list[Node], Array]:
-        """Return the statistics of a round as the history has them. Nobody may change them."""
+        """Return the statistics of a round as the history has them. The result must not be modified."""
 
         def look_up() -> tuple[list[Node], Array]:
             self._rests_on(family, None)
@@ -302,7 +305,7 @@ class HistoryCutoff:
         return [event for event in events if event.where.round is None or event.where.round <= self._round]
 
     def _events_by_round(self, name: str | None) -> dict[int, list[tuple[int, Event]]]:
-        """Return the events of each round with their places in the order of all."""
+        """Return the events of each round with their positions in the overall order."""
         by_round: dict[int, list[tuple[int, Event]]] = {}
         for place, event in enumerate(self._ask(("events", name), lambda: self._history.events(name))):
             if event.where.round is not None:

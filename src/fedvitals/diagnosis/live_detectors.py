@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run detectors on a run while it trains: they see every record in memory and report when a round is complete."""
+"""Run detectors on a run while it trains: they read every record in memory and report when a round is complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Event, Finding, Metric, Run, Truth, Where, is_client
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
-CLIENT_COMPLETE = "time.client"  # its last of a client
+CLIENT_COMPLETE = "time.client"  # its last record of a client
 SHOWN = 20  # cases in a notebook's display
 
 
@@ -46,14 +46,14 @@ class HistorySink(Protocol):
 class LiveDetectors(Sink):
     """A sink that runs the detectors on a queue's worker, so that they take no time from the training thread.
 
-    `on_finding` is called with each finding; `on_failure` with an error and what was being done; `on_record` with what
+    `on_finding` is called with each finding; `on_failure` with an error and the work that failed; `on_record` with what
     could not be judged in a round, see `abstentions`. `earlier` returns an event about earlier runs; it is called once,
     before the first round is examined.
     """
 
     name = "detectors"
     takes_measurements = takes_transfers = True
-    ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
+    ignores = (Finding, Action, Truth)  # detectors must not see these; see `transport.sink_writer`
 
     def __init__(
         self,
@@ -68,15 +68,16 @@ class LiveDetectors(Sink):
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
         self._earlier = earlier
         self._on_record, self._counts = on_record, ExaminationCounts() if compares_clients(detectors) else None
-        self.outside: set[Node] = set()  # clients that trained outside of any round
+        self.outside: set[Node] = set()  # clients that trained outside any round
         self.unseen = False  # whether the host says that it sees nothing of the training
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # see `record_attendance`
         self._with_findings: set[Node | None] = set()
 
     def write(self, records: Sequence[Emitted], /) -> None:
-        """Take in records and examine each completed round. Failures are reported and do not keep detectors from the
-        rest.
+        """Add records and examine each completed round.
+
+        Failures are reported and do not stop the other detectors.
         """
         try:
             for record in records:
@@ -97,7 +98,7 @@ class LiveDetectors(Sink):
                 self.unseen = True
 
     def examined(self) -> Examined | None:
-        """Return what was looked at so far; None if no detector compares clients."""
+        """Return what was examined so far; None if no detector compares clients."""
         return None if self._counts is None else self._counts.examined()
 
     def _examine(self, round_index: int) -> None:
@@ -132,19 +133,19 @@ class LiveDetectors(Sink):
 
 
 def _of_whole_round(where: Where) -> bool:
-    """Return whether a record is about the whole round, not about a client, which could claim anything."""
+    """Return whether a record is about the whole round rather than a client, which could claim anything."""
     return where.round is not None and where.node is None
 
 
 def _measured(record: Telemetry) -> Telemetry:
-    """Return the record without the run's configuration: it may name injected faults, which detectors must not see."""
+    """Return the record without the run's configuration, which may name injected faults that detectors must not see."""
     return replace(record, config={}) if isinstance(record, Run) else record
 
 
 class FindingList(list[Finding]):
     """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each.
 
-    Cases that never were more than a note are left out unless `notes`; `hidden_notes` counts them.
+    Cases that were never more than a note are left out unless `notes`; `hidden_notes` counts them.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class FindingList(list[Finding]):
             self.cases = [case for case in self.cases if is_trouble(case)]
             everything = [finding for finding in everything if key_of(finding) not in left_out]
         super().__init__(everything)
-        self.installed = installed  # how many detectors looked
-        self.examined = examined  # at what; None: not known
-        self.gaps = tuple(gaps)  # why the run was not fully examined; empty: it was
+        self.installed = installed  # the number of detectors that ran
+        self.examined = examined  # what they examined; None if unknown
+        self.gaps = tuple(gaps)  # why the run was not fully examined; empty if it was
 
     def __str__(self) -> str:
         if not self.installed:
@@ -184,7 +185,7 @@ class FindingList(list[Finding]):
 
     @property
     def verdict(self) -> str:
-        """What is to be thought of the run so far, in a sentence: how many problems it has, or who looked at what."""
+        """The verdict on the run so far in one sentence: the number of problems, or what was examined."""
         now = sum(is_trouble(case) and case.still_there for case in self.cases)
         over = sum(is_trouble(case) and not case.still_there for case in self.cases)
         if not self.installed:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict a training step's peak memory from the measured shares (`memory.*`), and what would make it fit a limit.
 
-The peak is taken as the sum of the shares. Compared with all storages alive in real steps, that is between 6 % too low
-(a small CNN, whose optimiser briefly holds copies) and 12 % too high (a transformer, whose gradients arrive as its
-activations go); `fedvitals bench profile` measures it again.
+The peak is estimated as the sum of the shares. Compared with all storages alive in real steps, that is between 6 % too
+low (a small CNN, whose optimiser briefly holds copies) and 12 % too high (a transformer, whose gradients arrive as its
+activations are freed); `fedvitals bench profile` measures it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-FIXED = ("model", "buffers", "gradients", "optimizer", "telemetry")  # whatever the batch
+FIXED = ("model", "buffers", "gradients", "optimizer", "telemetry")  # independent of the batch
 SHARES = (*FIXED, "activations")
 WORDS = {
     "model": "the model",
@@ -22,9 +22,9 @@ WORDS = {
     "telemetry": "fedvitals itself",
     "activations": "activations",
 }
-USABLE_SHARE = 0.9  # of a limit that may be filled: allocators round up, and others live there, too
+USABLE_SHARE = 0.9  # of a limit that may be filled: allocators round up, and others use memory too
 HALF, EIGHT = 0.5, 0.25  # of float32: float16 or bfloat16, int8
-MOST_PRUNED = 0.9  # share of the weights; who prunes more has another model
+MOST_PRUNED = 0.9  # share of the weights; beyond this it is another model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def predicted_peak(shares: Mapping[str, float], batch: float | None = None, to_b
 
 
 def _bytes(shares: Mapping[str, float], *names: str) -> float:
-    """Return the bytes of these shares together; what was not measured counts as none."""
+    """Return the total bytes of these shares; what was not measured counts as 0."""
     return sum(shares.get(name, 0.0) for name in names)
 
 
@@ -58,8 +58,7 @@ def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def memory_remedies(shares: Mapping[str, float], limit_bytes: float, batch: float | None = None) -> list[MemoryRemedy]:
-    """Return what would bring the predicted peak under the limit, the least costly in accuracy first; [] if it fits
-    already.
+    """Return what would bring the predicted peak under the limit, the least costly in accuracy first; [] if it fits.
 
     `shares`: bytes by name, as in `SHARES`. `batch`: the number of samples that the activations belong to.
     """
@@ -87,7 +86,7 @@ def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | No
 
 
 def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """Train model, gradients and activations in 16 bits; the optimiser keeps 32 bits, as is usual."""
+    """Train model, gradients and activations in 16 bits; as is usual, the optimiser keeps 32 bits."""
     peak = HALF * _bytes(shares, "model", "gradients", "activations")
     peak += _bytes(shares, "buffers", "optimizer", "telemetry")
     text = "model, gradients and activations in 16 bits (bfloat16)"
@@ -95,7 +94,7 @@ def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
 
 
 def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """Freeze the model in 8 bits and train small adapters: gradients and optimiser state all but vanish."""
+    """Freeze the model in 8 bits and train small adapters, which nearly eliminates gradients and optimiser state."""
     peak = EIGHT * _bytes(shares, "model") + HALF * _bytes(shares, "activations")
     peak += _bytes(shares, "buffers", "telemetry")
     text = "the model quantised to 8 bits, with adapters trained in 16"
@@ -103,7 +102,7 @@ def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
 
 
 def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """Prune channels: model, gradients, optimiser state and activations shrink alike."""
+    """Prune channels: model, gradients, optimiser state and activations all shrink."""
     by_width = _bytes(shares, "model", "gradients", "optimizer", "activations")
     rest = _bytes(shares, "buffers", "telemetry")
     if by_width <= 0 or usable <= rest:

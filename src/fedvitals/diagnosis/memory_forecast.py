@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When memory that grows from round to round will run out, with the uncertainty of that.
+"""Forecast when memory that grows from round to round will run out, with an uncertainty.
 
 The growth per round is the median of the slopes between all pairs of rounds (Theil and Sen), with the interval of 90 %
 that Kendall's rank statistic gives (Sen 1968). Single high rounds, in which garbage waited to be collected, hardly
@@ -18,7 +18,7 @@ from fedvitals.diagnosis.memory_fit import size_words
 
 FEWEST = 4  # rounds
 DEVIATIONS = 1.645  # of a normal distribution, for 90 % in the middle
-FAR = 1000  # rounds: further ahead nothing is foretold
+FAR = 1000  # rounds: the horizon of the forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """In how many rounds memory runs out: the estimate and its interval; `most` is None where there is no end to it."""
+    """The number of rounds until memory runs out, with bounds; `most` is None if there is no upper bound."""
 
     rounds: int
     least: int
@@ -51,7 +51,7 @@ class MemoryForecast:
 
 
 def growth_of(rounds: Sequence[int], sizes: Sequence[float]) -> Growth | None:
-    """Return by how much memory grows per round; None where the rounds are too few, or it does not grow."""
+    """Return the growth of memory per round; None if there are too few rounds, or it does not grow."""
     count = len(rounds)
     if count < FEWEST:
         return None
@@ -68,7 +68,7 @@ def growth_of(rounds: Sequence[int], sizes: Sequence[float]) -> Growth | None:
 
 
 def forecast(growth: Growth, room: float) -> MemoryForecast | None:
-    """Return when `room` bytes are used up; None where that is further than can be foretold."""
+    """Return when `room` bytes are used up; None if that is beyond the horizon."""
     rounds = max(0.0, room) / growth.bytes
     if rounds > FAR:
         return None

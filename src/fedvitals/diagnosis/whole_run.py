@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While the whole run has a cause of its own, no client is accused of what follows from it.
+"""While the whole run has a problem with a cause of its own, clients are not accused of its consequences.
 
 Weights that explode, or clients that all drift apart, make healthy clients look like attackers: their updates point
 anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused.
@@ -17,20 +17,20 @@ CONSEQUENCES = frozenset(
         *("INPUT_NOISE", "LABEL_NOISE", "LABEL_FLIP", "BATCH_NORM_STATISTICS"),
     }
 )
-"""What is concluded from how a client's training and updates compare with others', not read from its data."""
-BLAMED_AT_ONCE = 2  # rounds after a cause appeared in which a client may still be accused: it may have caused it
-STANDS = 2  # rounds without a finding, after which a cause no longer stands
+"""Issues inferred from how a client's training and updates compare with others', rather than from its data."""
+BLAMED_AT_ONCE = 2  # rounds after a cause appeared in which a client may still be accused of having caused it
+STANDS = 2  # rounds without a finding, after which a cause has ended
 
 
 class WholeRunCauses:
-    """Remembers which findings of a run concern the whole of it, and says which accusations these explain."""
+    """Remembers which findings of a run concern the whole run, and which accusations these explain."""
 
     def __init__(self) -> None:
-        self._rounds: dict[str, tuple[int, int]] = {}  # issue → its first and its newest round, while it stands
+        self._rounds: dict[str, tuple[int, int]] = {}  # issue → its first and its newest round, while it lasts
         self._accused: dict[Node, int] = {}  # client → the round of its first finding
 
     def explain(self, finding: Finding, round_index: int) -> bool:
-        """Return whether a finding is only a consequence of what the whole run has; else remember it."""
+        """Return whether a finding is only a consequence of the whole run's problem; else remember it."""
         node, issue = finding.where.node, finding.issue
         if node is None:
             if issue in CAUSES and finding.where.group is None:
@@ -43,7 +43,7 @@ class WholeRunCauses:
         return False
 
     def _stands(self, accused: int, round_index: int) -> bool:
-        """Return whether a cause stands that appeared clearly before a client was first accused."""
+        """Return whether a lasting cause appeared clearly before a client was first accused."""
         return any(
             accused - first >= BLAMED_AT_ONCE and round_index - newest <= STANDS
             for first, newest in self._rounds.values()

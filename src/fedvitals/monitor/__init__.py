@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spine: scopes of run, round and client become records, which leave for the sinks."""
+"""The core of the monitor: turns what happens in runs, rounds and clients into records, and sends them to the sinks."""

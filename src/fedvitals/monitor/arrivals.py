@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes in the payloads of clients that train in other processes or on other machines."""
+"""Accepts the payloads of clients that train in other processes or on other machines."""
 
 from __future__ import annotations
 
 import functools
 import os
-import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
+import pickle  # only to test whether a user's probe can be pickled; nothing is ever unpickled here
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,11 +66,11 @@ from fedvitals.transport.wire.payload import LIMITS, decode
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
 
-REFUSED = "telemetry.refused"  # the event that names a sender whose telemetry was not taken, or not all of it
+REFUSED = "telemetry.refused"  # the event that names a sender whose telemetry was rejected, in whole or in part
 
 
 class Arrivals:
-    """Decodes payloads, takes each record once, adds clients to their round. Reports clients that never arrived."""
+    """Decodes payloads, accepts each record once, adds clients to their round; reports clients that never arrived."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class Arrivals:
         self._lost, self._kit, self._ledger = lost, kit, ledger
         self._lock = threading.Lock()
         self._capture = capture
-        self._delivered: dict[tuple[str, str], Intervals] = {}  # by our own workers
+        self._delivered: dict[tuple[str, str], Intervals] = {}  # from our own workers
         self._delivered_by_sender: dict[Node, dict[tuple[str, str], Intervals]] = {}
         self._quotas = SenderQuotas()
-        self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
+        self._held: dict[Node, list[Record]] = {}  # what senders in the open round claim about layers and updates
         self._expected: dict[Node, float] = {}  # and since when
         self._descriptions = RepeatedDescriptions()
 
     def observer(self) -> WorkerObserver:
-        """For a child process; it knows what is known now."""
+        """Return an observer for a child process, with everything known at this point."""
         context, kit = self._context, self._kit
         here, initial = self._scopes.round, kit.initial
         if initial is not None:
@@ -122,21 +122,22 @@ class Arrivals:
         self._expected.update(dict.fromkeys(map(node_name, nodes), time.time()))
 
     def awaited(self) -> Awaited | None:
-        """The clients whose payload should have arrived; None where there are none."""
+        """Return the clients whose payload should have arrived; None if there are none."""
         return Awaited(TRAIN, self._expected.copy()) if self._expected else None
 
     def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:
-        """Into the queues with their own identity; clients that finished into the cohort of the open round."""
+        """Queue a payload's records under their own identity; add clients that finished to the open round's cohort."""
         if payload == b"":
             return
-        with self._lock:  # a pool's callbacks come on a thread of their own
+        with self._lock:  # the callbacks of a process pool run on a thread of their own
             left_out = LeftOut()
             new = self._read(payload, sender, left_out)
             if sender is not None:
                 new = self._of_sender(of_one_training(new, left_out), sender, left_out)
                 new = [r for r in new if not self._is_late_claim(r)]
             now = time.time()
-            # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
+            # Histories keep the newest value: a record dated in the future would displace everything measured here
+            # later.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
             new = self._descriptions.without_repeats(new)
             if sender is None or cohort is None:
@@ -147,9 +148,9 @@ class Arrivals:
             self._tell_size(new, len(payload))
 
     def take_records(self, records: Sequence[Record], sender: Sender, size: int) -> tuple[int, str]:
-        """Admit records that a sender reports in another way than by a payload, in a message of `size` bytes.
+        """Admit records that a sender delivers by another route than a payload, in a message of `size` bytes.
 
-        Returns how many were refused, and why the first of them was; raises a RecordError where that is so for all.
+        Returns how many were rejected, and why the first of them was; raises a RecordError if all were.
         """
         with self._lock:
             self._quotas.message_limits(sender.node, self._round, size, sender.budget)
@@ -169,9 +170,9 @@ class Arrivals:
         return len(records) - len(kept), why
 
     def within_names(self, node: Node, values: Mapping[str, float]) -> tuple[dict[str, float], str]:
-        """Return the metrics with a name that is known, or that a sender may still bring; and why the others are not.
+        """Split metrics into those a sender may report and a reason why the others were left out.
 
-        The second is empty where nothing is left out.
+        Accepts known names, and new ones while the sender may add some. The reason is empty if nothing was left out.
         """
         kept, left_out = dict(values), LeftOut()
         with self._lock:
@@ -184,7 +185,7 @@ class Arrivals:
         return kept, self._reasons(left_out)
 
     def refuse(self, node: Node) -> bool:
-        """Count a refused message of a sender; return whether it is to be reported now, or at the round's end."""
+        """Count a rejected message of a sender; return whether to report it now rather than at the end of the round."""
         with self._lock:
             return self._quotas.report(node, self._round, whole=True)
 
@@ -198,7 +199,7 @@ class Arrivals:
         return entry_of_sender(self._delivered_by_sender, sender.node, dict)
 
     def _forget_sources(self, sender: Sender | None) -> None:
-        """Bound what is remembered of deliveries. A sender that is forgotten can at worst deliver its own twice."""
+        """Bound the memory of past deliveries. A sender that is forgotten can at most deliver its own records twice."""
         delivered = self._delivered_by(sender)
         while len(delivered) > (SOURCES if sender is None else SOURCES_OF_SENDER):
             delivered.pop(next(iter(delivered)))
@@ -207,14 +208,14 @@ class Arrivals:
                 del delivered[source]
 
     def _is_late_claim(self, record: Record) -> bool:
-        """Whether it tells of layers or of an update in a round that is over: what the server has of that stands."""
+        """Whether a record describes layers or an update of a closed round, where the server's own record stands."""
         of_round = None if isinstance(record, Run) else record.where.round
         return of_round not in (None, self._round) and (isinstance(record, LayerStats) or is_claim(record))
 
     def _hold_claims(self, records: list[Record], sender: Sender) -> list[Any]:
-        """Admit what a sender tells, except of layers and of its update: the round's end decides on that.
+        """Admit a sender's records, but hold those on layers and its update back until the round ends.
 
-        Returns the records without what it claims of its update.
+        Returns the records without the held claims about its update.
         """
         held = [record for record in records if isinstance(record, LayerStats) or is_claim(record)]
         self._held.setdefault(sender.node, []).extend(held)
@@ -222,9 +223,9 @@ class Arrivals:
         return [record for record in records if not is_claim(record)]
 
     def _read(self, payload: bytes, sender: Sender | None, left_out: LeftOut) -> list[Any]:
-        """The records of a payload that have not come before, in their round; its layer tables are then known.
+        """Return a payload's new records, assigned to their round, and register its layer tables.
 
-        Of a sender, records that are malformed are added to `left_out`, and the others are taken.
+        For a sender, malformed records are added to `left_out`, and the others are accepted.
         """
         records: Sequence[Telemetry] = ()
         node, limits = None if sender is None else sender.node, LIMITS
@@ -232,7 +233,7 @@ class Arrivals:
             if sender is not None:
                 limits = self._quotas.message_limits(sender.node, self._round, len(payload), sender.budget)
             records = decode(payload, limits)
-            if sender is not None:  # each number of one that may lie is looked at by itself
+            if sender is not None:  # a sender may lie, so each of its numbers is checked by itself
                 check_sources(sender.node, records)
                 own = self._own_records(sender, single_records(records), left_out)
                 records, tables = described_records(own, self._context.tables, left_out)
@@ -259,7 +260,7 @@ class Arrivals:
         return new
 
     def _own_records(self, sender: Sender, records: Iterable[Record], left_out: LeftOut) -> list[Record]:
-        """The records that a client can have measured of itself; a ForgedRecordError if one is not of itself."""
+        """Return the records that a client can have measured on itself; ForgedRecordError if one is about another."""
         own: list[Record] = []
         for record in records:
             try:
@@ -271,9 +272,9 @@ class Arrivals:
         return own
 
     def _of_sender(self, records: Sequence[Any], sender: Sender, left_out: LeftOut) -> list[Any]:
-        """At times that the server saw, and no more of them than one sender may bring.
+        """Return the records within the sender's limit, dated no later than the server received them.
 
-        `left_out`: what of its message has been left out before.
+        `left_out` holds what was already left out of its message.
         """
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
         seen = seen or (self._context.run.started, time.time())
@@ -285,11 +286,11 @@ class Arrivals:
                 left_out.add(IMPOSSIBLE, record, name_of(record))
         if left_out.total:
             self._report_left_out(sender.node, left_out, left_out.total + len(kept))
-        source = f"{OF_SENDER}{sender.node}"  # what it calls its own processes has been used, and is not stored
+        source = f"{OF_SENDER}{sender.node}"  # the sender's own process names were needed above, and are not stored
         return [replace(as_seen(record, seen), source=source) for record in kept]
 
     def _report_left_out(self, node: Node, left_out: LeftOut, brought: int) -> None:
-        """Record that and why records of a sender's message were left out; mildly, where it brought too much only."""
+        """Record how many records of a message were left out and why; at a lower level if there were only too many."""
         amount = not any(reason in BROKEN_RULES for reason in left_out.counts)
         if self._quotas.report(node, self._round, whole=False, amount=amount):
             here = self._scopes.round or self._scopes.here()
@@ -298,7 +299,7 @@ class Arrivals:
             self._emission.record.event(replace(here, node=node), level, REFUSED, text, {"left_out": left_out.total})
 
     def _reasons(self, left_out: LeftOut) -> str:
-        """Return the reasons in words, each with an example, unless the privacy level keeps that back."""
+        """Return the reasons as text, each with an example unless the privacy level forbids it."""
         reasons = []
         for reason, count in left_out.counts.items():
             record, name = left_out.examples[reason]
@@ -307,7 +308,7 @@ class Arrivals:
         return "; ".join(reasons)
 
     def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
-        """What watching itself has added to the way of each client's message."""
+        """Record how many bytes of telemetry were added to each client's message."""
         own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
         spans = {span.where.node or "": span for span in own}
         if self._ledger is None or not spans:
@@ -322,21 +323,21 @@ class Arrivals:
             self._emission.emit(Transfers(*place, *ends, sizes, sizes, [None] * count, ["telemetry"] * count))
 
     def forget(self) -> None:
-        """Nobody is expected any more, and what was kept back is dropped."""
+        """Clear the expected clients and the records that were held back."""
         self._expected, self._held = {}, {}
 
     def take_held(self) -> dict[Node, list[Record]]:
-        """What the senders of the open round said of layers and updates, by node; the round's end decides on it.
+        """Return and clear what senders of the open round claim about layers and updates, by node.
 
-        Where the server has an update itself, what it measures stands alone; and a run's layers are called what most
-        clients call them.
+        The end of the round decides what is admitted: where the server holds the update itself, only its own
+        measurement counts; and layers get the names that most clients use.
         """
         with self._lock:
             held, self._held = self._held, {}
         return held
 
     def close_round(self, scope: Scope, cohort: Cohort) -> None:
-        """Clients that were handed out and did not come home, each with a word of it."""
+        """Report each client that was sent out and did not return, as an event."""
         with self._lock:
             unreported = self._quotas.take_unreported()
         for (node, amount), count in unreported.items():
@@ -355,7 +356,7 @@ class Arrivals:
             cohort.add(node, None, Results(), failed=True)
 
     def _on_one_clock(self, telemetry: Telemetry) -> Iterable[Telemetry]:
-        """The telemetry; its single records where it is of several nodes, and the clock of one of these is another."""
+        """Return the telemetry, split into single records if it covers several nodes whose clocks differ."""
         if (
             not isinstance(telemetry, Measurements)
             or self._ledger is None
@@ -366,7 +367,7 @@ class Arrivals:
         return telemetry.records()
 
     def _placed(self, record: Telemetry) -> Telemetry:
-        """In the round that is open, where the worker did not know it."""
+        """Assign a record to the open round if the worker did not know its round."""
         here = self._scopes.round
         if isinstance(record, Measurements):
             return record if here is None or record.round is not None else replace(record, round=here.round)
@@ -380,14 +381,14 @@ class Arrivals:
         return replace(record, where=replace(record.where, round=here.round))
 
     def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
-        """Add the clients that finished to the cohort, and what was measured of them to what the next round needs."""
+        """Add finished clients to the cohort, and keep the measurements of them that the next round needs."""
         spans = {
             record.where.node: record
             for record in records
             if isinstance(record, Span) and record.name == CLIENT and record.where.node is not None
         }
         blocks: list[Measurements] = []
-        # Of clients that are told of by single records, as all are that come from a sender.
+        # For clients described by single records, as all are that come from a sender.
         single: dict[Node, Results] = {} if sender is None else {node: Results() for node in spans}
         for record in records:
             if isinstance(record, Measurements):
@@ -417,7 +418,7 @@ class Arrivals:
             self._join_single(cohort, spans[node], results, sender)
 
     def _count(self, record: Event | Transfer, cohort: Cohort | None) -> None:
-        """Count a message, or what a worker of our own says it has lost or left out."""
+        """Count a message, or records that one of our own workers reports as lost or left out."""
         if isinstance(record, Transfer):
             if cohort is not None:
                 cohort.count_traffic((record.sender,), (record.receiver,), (record.bytes,))
@@ -433,11 +434,11 @@ class Arrivals:
         failed = bool(span.attributes.get("failed"))
         cohort.add(span.where.node or "", span.where.group, results, failed=failed, origin=kind)
         cost = sum(value for name, value, _ in results.metrics if name == "monitor.cost")
-        # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
+        # A sender's cost is believed up to its training time: one client cannot inflate the cost of the round.
         cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
 
     def _compare(self, spans: Mapping[Node, Span], norms: Mapping[Node, float]) -> None:
-        """`gradient.change_round`, which a worker cannot know: a client's last round may have been elsewhere."""
+        """Record `gradient.change_round`; a worker cannot, as the client may have trained its last round elsewhere."""
         changes: dict[int | None, dict[Key, float]] = {}
         for node, span in spans.items():
             norm = norms.get(node)
@@ -452,14 +453,14 @@ class Arrivals:
             )
 
     def _sendable(self, preset: Preset) -> Preset:
-        """Without the user's own probes that cannot be sent to another process."""
+        """Return the preset without the user's own probes that cannot be pickled."""
         going = functools.partial(self._guard, "for_worker()")
         probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
 
 
 def _by_our_clock(record: Record, ledger: Ledger) -> Record:
-    """With the times of the server's clock, and inside of the client's journey, where the host told of one."""
+    """Return a record with its times on the server's clock, within the client's journey if the host reported one."""
     if isinstance(record, Run):
         return record
     node = record.where.node

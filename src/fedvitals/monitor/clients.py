@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients that train in this process: opened, measured and closed, each on whatever thread it runs.
+"""Clients that train in this process: opened, measured and closed, each on whichever thread it runs.
 
-Used by monitors and by worker processes; the callables passed in decide what becomes of updates and results.
+Used by monitors and by worker processes; the callables passed in receive the updates and the results.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from fedvitals.resources.phases import Clocks
 
 logger = logging.getLogger("fedvitals")
-MOST_BYTES = 2**63 - 1  # of a message, as a number in a store
+MOST_BYTES = 2**63 - 1  # of a message: the largest integer that a store can hold
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
 
 class Clients:
-    """`sent` takes a client's update (as `UpdateTracker.add` does), `joined` its Span and results, `joined_stack` the
-    Spans of clients that trained as one batch and what was measured of them.
+    """Opens, measures and closes clients. `sent` receives an update (as `UpdateTracker.add` does).
 
-    `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record. `defers`: whether
-    a client that ends may be reported later, by `settle`, where its results are still on their way from a device.
+    `joined` receives a client's Span and results, `joined_stack` those of clients that trained as one batch. `profile`:
+    whether to record what time and memory went to. `capture`: whose operators are recorded. `defers`: whether an ended
+    client may be reported later, by `settle`, while its results are still on a device.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Clients:
         self._warned_outside = False
         self._stacks = Stacks(spine, kit, lambda: self._memory, sent, joined_stack, profile=profile)
 
-    # What watches a model imports torch. It is made for the first model: a client may have none, nor torch.
+    # Model instruments import torch, so they are created for the first model: a client may have neither.
 
     @property
     def _kit(self) -> Instruments:
@@ -104,7 +104,7 @@ class Clients:
 
     @contextlib.contextmanager
     def scope(self, opened: OpenClient | None) -> Iterator[None]:
-        """The stretch in which a client that `begin` gave trains; closed however it is left."""
+        """Context in which a client returned by `begin` trains; closes it however the block is left."""
         outcome: BaseException | None = None
         try:
             yield
@@ -125,9 +125,9 @@ class Clients:
         inside: Scope | None = None,
         watch: Callable[..., Any] | None = None,
     ) -> OpenClient | None:
-        """What was opened, to be closed by whoever opened it; None if that name is open already, or is none.
+        """Open a client, which the caller must close; returns None if the name is already open or is not valid.
 
-        `watch`: what takes the model of a client that is opened without one.
+        `watch`: called with the model of a client that is opened without one.
         """
 
         def begin() -> OpenClient:
@@ -149,7 +149,7 @@ class Clients:
     def watching(
         self, node: AnyName, model: Any, data: Any = None, loss: Callable[..., Any] | None = None
     ) -> Iterator[None]:
-        """The stretch in which the model of a client trains that was opened without one; of several, the first."""
+        """Context in which the model of a client trains that was opened without one; only the first model counts."""
         opened = self._opened(node)
         if opened is None or opened.session is not None or opened.attributes:
             yield
@@ -183,7 +183,7 @@ class Clients:
             self._emission.layer_tables(tables)
             opened.tables = {rows: table.digest for rows, table in tables.items()}
         report = functools.partial(self._guard.report, scope=opened.scope)
-        # Who measures nothing at steps has no hooks there, which the clock would need.
+        # A preset that measures nothing at steps installs no hooks, which the clock would need.
         opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
         tell = functools.partial(self._emission.record.event, opened.scope, "warning")
         ranks = None if group is None else functools.partial(RankWatch, group, model, tell)
@@ -211,7 +211,7 @@ class Clients:
             self.settle(wait=False)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Report the clients that have ended and whose results were still on their way from a device then.
+        """Report the clients that have ended and whose results were still on a device at that time.
 
         Unless `wait`, only those whose results have arrived.
         """
@@ -225,12 +225,12 @@ class Clients:
         self.end(self._opened(node), outcome)
 
     def awaited(self) -> Awaited | None:
-        """The clients that train in this process now; None where there are none."""
+        """Return the clients that train in this process now; None if there are none."""
         since = {node: opened.at for node, opened in [*self._open.items()]} or self._stacks.since()
         return Awaited(TRAIN, since, asked=False) if since else None
 
     def _opened(self, node: AnyName) -> OpenClient | None:
-        """The client of that name that is open; None where there is none, as for what is no name."""
+        """Return the open client of that name; None if there is none, or the name is not valid."""
         name: str | None = self._guard("naming a client", lambda: node_name(node))
         return None if name is None else self._open.get(name)
 
@@ -241,7 +241,7 @@ class Clients:
         self.end_stack({})
 
     def _let_go(self, opened: OpenClient) -> None:
-        """Nothing of the profiling stays behind, however the client was closed."""
+        """Remove everything that profiling has installed, however the client was closed."""
         if opened.memory is not None:
             self._memory.close(opened.memory)
         if opened.recording is not None:
@@ -250,7 +250,7 @@ class Clients:
     # -- clients that train as one batch ------------------------------------------------------------------------------
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
-        """Clients begin to train as one batch."""
+        """Open clients that train as one batch."""
         self._stacks.begin(stack, inside)
 
     def step_stack(self, step: int, gradients: Tensor) -> None:
@@ -258,11 +258,11 @@ class Clients:
         self._stacks.step(step, gradients)
 
     def end_stack(self, failed: Mapping[Any, BaseException]) -> None:
-        """The batch of clients has trained."""
+        """Close the batch of clients."""
         self._stacks.end(failed)
 
     def abandon(self) -> None:
-        """Close all without a word."""
+        """Close everything without recording anything."""
         self._unsettled.clear()
         for opened in self._open.values():
             if opened.session is not None:
@@ -273,7 +273,7 @@ class Clients:
         self._stacks.abandon()
 
     def at(self, name: AnyName | None) -> Scope:
-        """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
+        """Return the scope of a node that the host names, as far as it is open here; for None, the caller's scope."""
         if name is None:
             return self._scopes.here()
         node = node_name(name)
@@ -287,14 +287,14 @@ class Clients:
         return replace(outer, node=node, group=None)
 
     def key(self, name: AnyName) -> Key:
-        """A node that the host names, and its group, as far as it is open here."""
+        """Return the key of a node that the host names, with its group if it is open here."""
         node = node_name(name)
         if self._stacks.open is None and node not in self._open:
             return node, None
         return node, self.at(node).group
 
     def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
-        """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""
+        """Record the user's own metrics for a node, or else for the client or round that is open (or was open last)."""
 
         def emit() -> None:
             scope = self.at(node)
@@ -319,7 +319,7 @@ class Clients:
         self._guard("log()", emit)
 
     def log_each(self, name: str, values: Mapping[Any, float]) -> None:
-        """A metric of several nodes, by node, in one block."""
+        """Record one metric of several nodes in one block."""
         by_key: dict[Key, float] = {}
         for node, value in values.items():
             key = self.key(node)
@@ -330,7 +330,7 @@ class Clients:
             self._emission.emit(metric_of_nodes(here.run, here.round, time.time(), public_name(name), by_key))
 
     def warn_outside_round(self, node: AnyName) -> None:
-        """Say once that clients outside of any round are not judged."""
+        """Warn once that clients outside a round are not judged."""
         if self._warned_outside:
             return
         self._warned_outside = True
@@ -350,8 +350,8 @@ class Clients:
         parent: str | None,
         attributes: Mapping[str, Any],
     ) -> str:
-        """A stretch of the host's own clock, which stood at 0 when the run began. Gives its id."""
-        self._scopes.open_run()  # which then knows its start
+        """Record a span on the host's own clock, which was 0 when the run began. Returns its id."""
+        self._scopes.open_run()  # which sets the run's start
         scope, own = self.at(node), new_span_id()
         place = where(scope) if "group" not in attributes else replace(where(scope), group=str(attributes["group"]))
         kept = {key: value for key, value in attributes.items() if key != "group"}
@@ -366,7 +366,7 @@ class Clients:
         self._emission.record.event(self.at(node), level, name, bounded(message), data)
 
     def transfer(self, message: Sequence[Any]) -> tuple[Node, Node, int]:
-        """Tell of a message between two nodes, as `HostObserver.transfer` takes it; returns the names and the bytes."""
+        """Record a message between two nodes, as `HostObserver.transfer` takes it; returns the names and the bytes."""
         sender, receiver, size, raw, seconds, kind = as_message(*message)
         here = self._scopes.here()
         place = Where(here.run, here.round, receiver if sender == "server" else sender, None, None, here.group)
@@ -374,7 +374,7 @@ class Clients:
         return sender, receiver, size
 
     def transfer_each(self, messages: Sequence[Sequence[Any]]) -> Transfers | None:
-        """Tell of several messages, as `transfer` does of one, in one block, which is returned; None if there is none.
+        """Record several messages like `transfer`, in one block, which is returned; None if there is none.
 
         A message that cannot be recorded is reported by itself.
         """
@@ -421,7 +421,7 @@ class Clients:
         logged: bool,
         pending: PendingResults | None = None,
     ) -> None:
-        """Emit what is known of a client that has ended; `when` is when it began, and how long it took."""
+        """Emit what is known of a client that has ended; `when` is its start and its duration."""
         if pending is not None:
             self._take_results(scope.node or "", pending)
         _tell_loss(results, logged=logged)
@@ -429,9 +429,9 @@ class Clients:
         self._joined(self._emission.record.span(scope, CLIENT, *when, attributes), results)
 
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
-        """What is to be known of its model, which has been trained; once."""
+        """Take the final measurements of a client's model, once."""
         session, opened.session = opened.session, None
-        guard = functools.partial(self._guard, scope=opened.scope)  # of each part its own: none may cost the client
+        guard = functools.partial(self._guard, scope=opened.scope)  # one guard per part: no failure may lose the client
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return
@@ -453,14 +453,14 @@ class Clients:
             results.remarks.append((OPERATORS, *recorded))
 
     def _take_results(self, node: Node, pending: PendingResults) -> None:
-        """Take the rest of a client's results, and its update; waits for a device."""
+        """Collect the rest of a client's results, and its update; waits for a device."""
         update = pending.finish()
         started = time.perf_counter()
         self._sent(node, update.vector, update.rows, update.sketch)
         pending.results.take({"monitor.cost": pending.cost + time.perf_counter() - started})
 
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
-        """What a client's Span tells of its time; its throughput goes to the results."""
+        """Return the attributes for a client's Span that describe its time; adds its throughput to the results."""
         seconds = time.perf_counter() - opened.began
         attributes = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
         training = seconds - sum(attributes.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
@@ -486,7 +486,7 @@ class Clients:
 def as_message(
     sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
 ) -> tuple[Node, Node, int, int, float | None, str]:
-    """Return a message as it is recorded: names as text, sizes as whole numbers. ConfigError for what is no size."""
+    """Return a message as it is recorded: names as text, sizes as integers. ConfigError for an invalid size."""
     sizes = int(size), int(size if raw is None else raw)
     if max(map(abs, sizes)) > MOST_BYTES:
         raise ConfigError(f"A message of {size} bytes ({raw} before compression) is larger than a store can tell.")
@@ -494,7 +494,7 @@ def as_message(
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:
-    """`loss` of a client that logged none: what was measured on its own samples."""
+    """Set `loss` for a client that logged none, to the loss measured on its own samples."""
     after = [value for name, value, _ in results.metrics if name == "fit.loss_after"]
     if after and not logged:
         results.take({"loss": after[0]})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the detectors of a run what gradient scale earlier runs of its model had, by an event that the run keeps."""
+"""Gives a run's detectors the gradient scale of earlier runs of the same model, as an event stored with the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedvitals.records import EARLIER_SCALES, Event, Run, Where
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.read.earlier_runs import earlier_runs
 
-RUNS = 3  # earlier ones that a new run is compared with
+RUNS = 3  # the number of earlier runs that a new run is compared with
 
 
 def earlier_scales(store: str | os.PathLike[str] | None, run: Run) -> Event | None:

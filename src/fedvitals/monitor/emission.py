@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a scope and numbers to records, and from there to the sinks: the one way that telemetry leaves a monitor."""
+"""Turns scopes and numbers into records and passes them to the sinks. All telemetry leaves a monitor through here."""
 
 from __future__ import annotations
 
@@ -19,66 +19,70 @@ from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.recorder import ScopeRecorder
 from fedvitals.transport.sink_writer import SinkWriter
 
-Writer = SinkWriter | PayloadBuffer  # of a monitor, of a worker process
+Writer = SinkWriter | PayloadBuffer  # of a monitor, or of a worker process
 
 
 class Emission:
     """Turns results into records and hands them to the writer, which applies the privacy policy and numbers them.
 
     `open_writer` opens the run and returns its writer; None once the run has ended without a record. `record` makes
-    single records of a scope.
+    `open_writer` opens the run and returns its writer, or None if the run ended without a record. `record` makes single
+    records of a scope.
     """
 
     def __init__(self, context: RunContext, threads: ClientThreads, open_writer: Callable[[], Writer | None]) -> None:
         self._context, self._threads, self._open_writer = context, threads, open_writer
-        self.writer: Writer | None = None  # while none is open
+        self.writer: Writer | None = None  # None while the run is not open
         self.record = ScopeRecorder(self.emit)
 
     def connect(self, writer: Writer) -> None:
-        """The run has been opened: records go to this writer from now on."""
+        """Send records to this writer from now on: the run has been opened."""
         self.writer = writer
 
     def emit(self, record: Emitted, clients: int | None = None) -> None:
-        """Hand over a record or measurements; the first opens the run. `clients`: how many a sum speaks for."""
+        """Emit a record or measurements; the first opens the run.
+
+        `clients`: the number of clients that a sum covers.
+        """
         writer = self.writer or self._open_writer()
         if writer is not None:
             writer.emit(record, clients=clients, stray=self._threads.may_be_client())
 
     def emit_all(self, records: Sequence[Record]) -> None:
-        """Hand over several records of this process."""
+        """Emit several records of this process."""
         writer = self.writer or self._open_writer()
         if writer is not None:
             writer.emit_all(records, stray=self._threads.may_be_client())
 
     def emit_if_open(self, record: Telemetry) -> None:
-        """Hand over a record, unless that would open the run."""
+        """Emit a record, unless that would open the run."""
         if self.writer is not None:
             self.emit(record)
 
     def admit(self, records: Iterable[Telemetry]) -> None:
-        """Hand over records of a worker process with the identity that they have."""
+        """Emit records of a worker process under the identity they already have."""
         writer = self.writer or self._open_writer()
         if isinstance(writer, SinkWriter):
             writer.admit(records)
 
     def results(self, scope: Scope, results: Results) -> None:
-        """Hand over what was measured in a scope."""
+        """Emit what was measured in a scope."""
         self.results_of_nodes(scope, [((scope.node, scope.group), results)])
 
     def results_of_nodes(self, scope: Scope, rows: Sequence[tuple[Key, Results]]) -> None:
-        """Hand over what was measured of several nodes (each with its group) in a round, in their order."""
+        """Emit what was measured for several nodes (each with its group) in a round, in their order."""
         batches: list[list[tuple[Key, Results]]] = [[]]
         for key, results in rows:
             if results.clients is None:
                 batches[-1].append((key, results))
-            else:  # a sum over clients, which the privacy policy looks at by itself
+            else:  # a sum over clients, which the privacy policy checks separately
                 batches += [(key, results)], []
         self._describe_classes(
             {len(matrix) for _, own in rows for family, matrix, _ in own.matrices if _is_by_class(family)}
         )
         now, table_of = time.time(), self._context.table_of
         tables = [measurements_of(scope.run, scope.round, now, batch, table_of) for batch in batches]
-        # From here on nothing fails: all of it is handed over, or nothing was.
+        # Nothing below this line fails: either everything is emitted or nothing is.
         for batch, measurements in zip(batches, tables, strict=True):
             clients = batch[0][1].clients if batch else None
             if clients is not None:
@@ -91,7 +95,7 @@ class Emission:
                 self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
 
     def columns(self, scope: Scope, columns: NodeColumns, without: Collection[int] = ()) -> Measurements:
-        """Hand over what was measured of many nodes in a round, except of those in the rows `without`; returns it."""
+        """Emit what was measured for many nodes in a round, except the rows in `without`; returns what was emitted."""
         self._describe_classes(columns.layer_counts(_is_by_class))
         table = columns.measurements(scope.run, scope.round, time.time(), self._context.table_of, without)
         if len(table):
@@ -103,25 +107,25 @@ class Emission:
         return table
 
     def _describe_classes(self, counts: Collection[int]) -> None:
-        """Record the tables of so many classes, which only the outputs of a training tell."""
+        """Record class tables of these sizes; the number of classes is known only from the outputs seen in training."""
         for classes in counts:
             self.layer_tables({CLASS_ROWS: class_table(classes)})
 
     def layer_tables(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
         """Record layer tables the first time they are seen.
 
-        `own`: False for tables that a sender claims. Nothing that is measured here is ever described by such a table.
+        `own`: False for tables that a sender claims. Nothing measured here is ever described by such a table.
         """
         by_digest = {table.digest: table for table in tables.values()}
         if self._context.knows(by_digest, own=own):
             return
         with self._context.lock:
-            writer = self.writer or self._open_writer()  # first: opening adds to what is known of the run
+            writer = self.writer or self._open_writer()  # first, because opening adds to what is known about the run
             if self._context.add_tables(by_digest, own=own) and writer is not None:
                 writer.emit(self._context.run)
 
     def flush(self, timeout: float, *, own: bool = False) -> bool:
-        """Wait until everything is written. `own`: by the store and the detectors only, not by the user's sinks."""
+        """Wait until everything is written. `own`: only by the store and the detectors, not by the user's sinks."""
         return self.writer is None or self.writer.flush(timeout, own=own)
 
 

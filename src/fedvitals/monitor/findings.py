@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FindingList of a run as it trains: the detectors behind their queue, what they found, and who else is notified."""
+"""Findings of a run while it trains: queues the detectors, keeps their findings and notifies the listeners."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Event, Finding
 from fedvitals.store import MemoryStore
 
-FINDINGS_KEPT = 20_000  # of one run in memory
+FINDINGS_KEPT = 20_000  # in memory, for one run
 
 
 class KeptFindings:
-    """The findings of a run, in bounded memory: as bytes, about 0.4 KB each, a tenth of what the objects take.
+    """The findings of a run in bounded memory: as bytes, about 0.4 KB each, a tenth of the size of the objects.
 
-    Of a series (one issue of one client) the first is kept whole, the others as what differs from it. An ill client has
-    a finding in every round. When there are too many, every second one of the longest series goes, but for its first
-    and its newest: what happened once is not forgotten because of it.
+    Of a series (one issue of one client) the first finding is stored whole and the others as differences from it,
+    because a client with a fault has a finding in every round. When there are too many, every second finding of the
+    longest series is dropped, except its first and its newest, so that a single event is never lost to a long series.
     """
 
     def __init__(self, most: int = FINDINGS_KEPT) -> None:
@@ -48,7 +48,7 @@ class KeptFindings:
 
     def _thin(self) -> None:
         longest = max(self._series.values(), key=len)
-        if len(longest) > 2:  # its first and its newest stay
+        if len(longest) > 2:  # keep the first and the newest
             before = len(longest)
             del longest[1:-1:2]
             self._kept -= before - len(longest)
@@ -57,12 +57,12 @@ class KeptFindings:
 
     @property
     def dropped(self) -> int:
-        """How many findings are no longer kept."""
+        """The number of findings dropped so far."""
         with self._lock:
             return self._added - self._kept
 
     def __iter__(self) -> Iterator[Finding]:
-        """The kept findings in the order in which they came."""
+        """Iterate over the kept findings in order of arrival."""
         with self._lock:
             entries = sorted(
                 (at, content, series[0][1] if i else b"")
@@ -74,7 +74,7 @@ class KeptFindings:
 
 
 def _packed(content: bytes, like: bytes) -> bytes:
-    """What differs from bytes that are much the same."""
+    """Compress bytes as the difference from similar bytes."""
     packer = zlib.compressobj(zdict=like)
     return packer.compress(content) + packer.flush()
 
@@ -84,7 +84,7 @@ def _unpacked(packed: bytes, like: bytes) -> bytes:
 
 
 class RunFindings:
-    """The detectors of one run and what they have found. `memory` keeps what they look back on.
+    """The detectors of one run and their findings. `memory` holds the history that the detectors use.
 
     `on_finding` is called with each finding, on the detectors' thread; `earlier` returns an event about earlier runs.
     """
@@ -105,7 +105,7 @@ class RunFindings:
         self._findings = KeptFindings()
 
     def open(self) -> LiveDetectors | None:
-        """The detectors as a sink; None where there are none. Called once, when the run opens."""
+        """Return the detectors as a sink; None if there are none. Called once, when the run opens."""
         if self._detectors:
             self._live = LiveDetectors(
                 self._run,
@@ -119,11 +119,11 @@ class RunFindings:
         return self._live
 
     def history(self) -> History:
-        """What the detectors have seen so far."""
+        """The history that the detectors have seen so far."""
         return self._memory.history(self._run)
 
     def so_far(self, *, complete: bool = True, notes: bool = False) -> FindingList:
-        """What the detectors have found so far. `complete`: whether they have seen everything."""
+        """Return the findings so far. `complete`: whether the detectors have seen everything."""
         attendance = None if self._live is None else self._live.attendance
         examined = None if self._live is None else self._live.examined()
         missing = gaps(
@@ -149,8 +149,8 @@ class RunFindings:
         )
 
     def take(self, finding: Finding) -> None:
-        """Keep a finding, emit it, and pass it on; on any thread but the training's."""
-        # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.
+        """Keep a finding, emit it and pass it on; on any thread but the training's."""
+        # A copy, because emitting assigns an identity. A detector does not know the run, and may leave the time unset.
         finding = replace(finding, where=replace(finding.where, run=self._run), at=finding.at or time.time())
         self._guard("keeping a finding", lambda: self._findings.add(finding))
         self._emission.emit(finding)

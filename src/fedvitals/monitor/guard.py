@@ -20,9 +20,9 @@ from fedvitals.transport.privacy import SERVER, released
 from fedvitals.transport.recorder import where
 
 logger = logging.getLogger("fedvitals")
-ABSTAINS = "probe.abstains"  # the event that tells what a probe does not measure, and why
-INTERRUPTIONS = (KeyboardInterrupt, GeneratorExit)  # somebody ended the training: nothing in it failed
-CAUSES_REPORTED, CAUSES_OF_CLIENT = 100, 10  # a cause whose words differ each time must not fill the user's log
+ABSTAINS = "probe.abstains"  # the event that says what a probe does not measure, and why
+INTERRUPTIONS = (KeyboardInterrupt, GeneratorExit)  # somebody ended the training; nothing in it failed
+CAUSES_REPORTED, CAUSES_OF_CLIENT = 100, 10  # bounds the log, because a message may differ each time
 
 
 class Guard:
@@ -37,8 +37,8 @@ class Guard:
         self._context, self._threads, self._scopes, self._emission = context, threads, scopes, emission
         self.strict = strict
         self.failures: list[MonitorFailure] = []
-        self._reported: dict[Node | None, set[str]] = {}  # causes, by the node that they are about
-        self._causes: set[str] = set()  # all of them
+        self._reported: dict[Node | None, set[str]] = {}  # causes reported, by the node they concern
+        self._causes: set[str] = set()  # all causes
 
     def __call__(self, doing: str, work: Callable[[], Any], scope: Scope | None = None) -> Any:
         """Return what `work` returns, or None if it raised. `doing` names the work in the report."""
@@ -51,7 +51,7 @@ class Guard:
     def attempt(
         self, doing: str, work: Callable[[], Any], node: Node | None = None, *, here: Callable[[Node | None], Scope]
     ) -> Any:
-        """The same for work about one node, or about none, reported for each node. `here` gives a node's scope."""
+        """Run work about one node, or about none, and report failures per node. `here` returns a node's scope."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - as above
@@ -59,9 +59,9 @@ class Guard:
             return None
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
-        """Record what the training code raised inside of a scope, as an event.
+        """Record an exception of the training code inside a scope, as an event.
 
-        An interruption, as by Ctrl-C, is no failure: it is recorded once, in the innermost scope that it leaves.
+        An interruption such as Ctrl-C is not a failure: it is recorded once, in the innermost scope that it leaves.
         """
         if not isinstance(error, INTERRUPTIONS):
             self(name, lambda: self._emission.record.exception(scope, name, error), scope)
@@ -71,10 +71,10 @@ class Guard:
             self(name, lambda: self._emission.record.event(scope, "warning", "interrupted", text, data), scope)
 
     def report(self, error: Exception, doing: str, scope: Scope | None = None, *, each: bool = False) -> None:
-        """Report a monitoring error once per cause (`each`: and node), in `scope` or where the caller stands.
+        """Report a monitoring error once per cause (with `each`: per cause and node), in `scope` or the caller's scope.
 
-        Each client has a number of causes of its own: one whose data fail in ever new ways silences nobody else's. A
-        probe that abstains has not failed: that is an event of level «info», and no more.
+        Each client has a quota of causes, so one whose data fail in ever new ways cannot suppress the reports of
+        others. A probe that abstains has not failed: that is only recorded as an event of level «info».
         """
         abstains = isinstance(error, UnsuitedError)
         if self.strict and not abstains:
@@ -84,7 +84,7 @@ class Guard:
         place, data = where(scope or self._scopes.here()), {"doing": doing, "exception": kind}
         own = self._reported.setdefault(place.node, set())
         first = cause not in self._causes
-        # The first of each kind is always told: it may be why the run is not judged.
+        # The first of each kind is always reported, because it may be why the run is not judged.
         known = any(failure.doing == doing for failure in self.failures)
         most = (CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT) * (1 if known else 10)
         if len(own) >= most or cause in own or not (first or each):
@@ -96,7 +96,7 @@ class Guard:
             return
         self.failures.append(MonitorFailure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
-        # The log is a way out, too: the error may be of the client's own code, and quote its data.
+        # The log leaves the process too: the error may come from the client's own code and quote its data.
         allowed = released(event, self._context.policy, stray=self._threads.may_be_client())
         text = allowed.message if isinstance(allowed, Event) else doing
         about = "" if place.node in SERVER else f" (client '{place.node}')"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-back samples of a round: the new global model's loss on them, as `held_back.loss`."""
+"""Measures the new global model's loss on held-back samples each round, as `held_back.loss`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedvitals.monitor.host import HostObserver
 
 
 def log_held_back(host: HostObserver, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
-    """Measure a model on held-back samples, for the open round. What cannot be measured is reported once."""
+    """Measure a model on held-back samples, for the open round. A failure is reported once."""
     from fedvitals.probes.held_back import held_back_loss  # noqa: PLC0415 - needs torch, which a server may lack
 
     def measure() -> None:

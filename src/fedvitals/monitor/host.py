@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host (a plain loop with its own transport, the lab, Flower) calls on a monitor: `monitor.host`."""
+"""The interface by which a host (a plain loop with its own transport, the lab, Flower) reports to a monitor."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 OF_SENDERS = ("accuracy", "local.accuracy", "local.loss", "loss")  # metrics with a meaning that a client may log
-PHASES = {"model": TRAIN, "update": TRAIN, "evaluate": "evaluate"}  # of a round, by the kind of a message
-REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
+PHASES = {"model": TRAIN, "update": TRAIN, "evaluate": "evaluate"}  # phases of a round, by the kind of message
+REASON_BYTES = 500  # limits the reason why telemetry is rejected, which may quote its sender
 
 
 class HostObserver:
-    """The `Observer` of a monitored run, and what a host needs besides; what fails is reported, see `Guard`.
+    """The `Observer` of a monitored run, with what a host needs beyond the protocol; failures are reported by `Guard`.
 
     `monitored`: the run; several observers may share it.
     """
@@ -61,16 +61,16 @@ class HostObserver:
         return self.monitored.has_closing_host
 
     def before_close(self, work: Callable[[], None]) -> None:
-        """Attach a framework: `work` is called before the run ends, since a round may be open."""
+        """Register a framework's `work`, to be called before the run ends because a round may be open."""
         self.monitored.before_close(work)
 
     def describe(
         self, host: str, config: Mapping[str, Any] | None = None, *, trace: str | None = None, most: int = 4
     ) -> None:
-        """Say which framework runs the federation, before anything happened, and what else is known of the run.
+        """Declare which framework runs the federation, before anything has happened, and what else is known of the run.
 
-        From here on the privacy of such a host holds, where the user chose none. `most`: the highest level that it
-        allows. `trace`: the id that all its machines know. ConfigError if the run has begun, or the user chose more.
+        Its default privacy then applies unless the user chose one. `most`: the highest privacy level it allows.
+        `trace`: the trace id that all its machines know. ConfigError if the run has begun, or the user chose more.
         """
         privacy, cohort, tracebacks = self.monitored.chosen_privacy
         if privacy is not None and privacy > most:
@@ -85,26 +85,26 @@ class HostObserver:
         self.monitored.lifecycle.set_host(host, {**known, **(config or {}), "fedvitals": ours}, policy, trace)
 
     def experiment(self, text: str) -> None:
-        """Keep the lab's experiment with the run; not where that has begun, has one, or is of another framework."""
+        """Keep the lab's experiment with the run; ignored once that has begun or has one, or of another framework."""
         if self.monitored.run.host in TRUSTED_HOSTS and "experiment" not in self.monitored.run.config:
             with contextlib.suppress(ConfigError):
                 self.describe("lab", {"experiment": text})
 
     @property
     def recorder(self) -> TapeRecorder | None:
-        """The tape, for hosts that hand it their states; None where there is none."""
+        """Return the tape recorder, for hosts that give it their states; None if there is no tape."""
         self.monitored.lifecycle.open()
         self.monitored.tape.loop.leave_to_host()
         return self.monitored.tape.recorder
 
     def discard(self) -> None:
-        """Close the open round and its clients without recording anything: nothing happened in them."""
+        """Close the open round and its clients without recording anything, because nothing happened in them."""
         self.monitored.discard_open()
 
     # -- the Observer protocol ----------------------------------------------------------------------------------------
 
     def round_begin(self, round_index: int, global_state: Any = None) -> None:
-        """Open a round. `global_state`: the global model, where it is a module."""
+        """Open a round. `global_state`: the global model, if it is a module."""
         if self.monitored.has_ended():
             return
 
@@ -133,13 +133,13 @@ class HostObserver:
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        """A client begins to train, in this process; as `Monitor.client`."""
+        """Open a client that trains in this process, like `Monitor.client`."""
         self.open_client(node, model, data, group, loss)
 
     def open_client(
         self, node: AnyName, model: Any, data: Any, group: AnyName | None, loss: Callable[..., Any] | None
     ) -> OpenClient | None:
-        """Open a client of this process; None if it cannot be opened, or the run was closed."""
+        """Open a client of this process; None if it cannot be opened or the run was closed."""
         if self.monitored.has_ended():
             return None
         if self._rounds.open is None:
@@ -153,24 +153,24 @@ class HostObserver:
             yield self
 
     def stats(self, node: Any, family: str, array: Any) -> None:
-        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
+        """Record statistics computed by the host: [layers, columns], or [clients, layers, columns] for many nodes."""
         self._guard("stats()", lambda: self._rounds.stats(node, family, array))
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
-        """A client has trained; `outcome` is what its training raised."""
+        """Close a client that has trained; `outcome` is the exception that its training raised."""
         self._clients.end_of(node, outcome)
         self._progress.moved()
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
-        """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out.
+        """Measure what each client sent, as a sequence of tensors held by the host. Returns the clients to leave out.
 
-        The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
+        The `target` of an action is the client's name as text, even if the keys are integers: str(key) == target.
         """
         answers: list[Action] = []
         if self.monitored.has_ended():
             return ()
         self._progress.moved()
-        self._clients.settle()  # what a host holds counts more than what the clients trained
+        self._clients.settle()  # the update that the host holds takes precedence over what the clients trained
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
@@ -186,7 +186,7 @@ class HostObserver:
         return tuple(answers)
 
     def any_updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
-        """The same in any of the forms that `Monitor.updates` takes; layers that are not known are told by these."""
+        """Like `updates`, in any of the forms that `Monitor.updates` takes; unknown layers are learnt from these."""
         if self.monitored.has_ended():
             return ()
 
@@ -205,9 +205,9 @@ class HostObserver:
     def update_difference(
         self, round_index: int, node: AnyName, difference: ArrayDifference, clients: int
     ) -> Sequence[Action]:
-        """What one of so many `clients` sends, where the host holds arrays. Gives whether to leave it out.
+        """Measure the update of one of `clients` clients, where the host holds arrays. Returns whether to leave it out.
 
-        Where memory has no room for the updates of so many clients, the difference is measured piece by piece.
+        If memory has no room for the updates of that many clients, the difference is measured piece by piece.
         """
         if self.monitored.kit.updates.has_room(difference.nbytes, clients):
             return self.updates(round_index, {node: difference.tensors()})
@@ -221,13 +221,13 @@ class HostObserver:
         return self._guard("updates()", take, self._clients.at(node)) or ()
 
     def _take_update(self, round_index: int, node: Node, vector: Any, rows: Array, *sketch: Any) -> list[Action]:
-        """Add an update that was measured to its round, and return what is to be done about it."""
+        """Add a measured update to its round, and return the actions that follow."""
         self.monitored.kit.updates.add(node, vector, rows, *sketch)
         if self._rounds.open is None:
             scope = replace(self._scopes.here(), node=node)
             self._emission.results(scope, Results(matrices=[("update", rows, None)]))
         else:
-            self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
+            self._rounds.open.sent[node] = rows  # recorded at the round's end, unless the client reported the same
         actions = [
             self.monitored.care.unusable(round_index, node, issue, why)
             for issue, why in (self.monitored.unusable(rows) if self.monitored.cure.automatic else ())
@@ -235,7 +235,10 @@ class HostObserver:
         return [action for action in actions if action is not None]
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
-        """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
+        """Return the corrections in force in the coming round.
+
+        Waits for the detectors if anything may be done unasked.
+        """
         self.monitored.asked()
         if not self.monitored.cure.automatic:
             return ()
@@ -244,21 +247,21 @@ class HostObserver:
 
     @property
     def corrects_at_once(self) -> bool:
-        """Whether `updates` may return actions: then a host waits for it before it uses the updates."""
+        """Whether `updates` may return actions; if so, a host waits for it before it uses the updates."""
         return self.monitored.cure.automatic
 
     def refused(self, action: Action, why: str) -> None:
-        """The host cannot apply a correction: noted, and another one gets its turn."""
+        """Note that the host cannot apply a correction; another one is tried instead."""
         self._guard("refused()", lambda: self.monitored.care.refused(action, why))
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
-        """Metrics of a node; None: of the client or the round that is open, or was open last."""
+        """Record metrics of a node; by default of the client or round that is open, or was open last."""
         if not self.monitored.has_ended():
             self._progress.moved()
             self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
     def log_each(self, name: str, values: Mapping[Any, float]) -> None:
-        """A metric of several nodes, by node; as `log` for each of them, but one block."""
+        """Record one metric of several nodes, like `log` for each of them but in one block."""
         self._guard("log()", lambda: self._clients.log_each(name, values))
 
     def transfer(
@@ -281,7 +284,7 @@ class HostObserver:
         self._guard("transfer()", emit)
 
     def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int | None, float | None, str]]) -> None:
-        """Record several messages: of each, all that `transfer` takes."""
+        """Record several messages, each with all the parameters of `transfer`."""
 
         def emit() -> None:
             block = self._clients.transfer_each(messages)
@@ -293,26 +296,29 @@ class HostObserver:
             self._guard("transfer()", emit)
 
     def truth(self, fault: Mapping[str, Any]) -> None:
-        """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""
+        """Record a fault that the host planted on purpose, for trials. Detectors never see it."""
         self._guard("truth()", lambda: self._emission.record.truth(self._context.run.id, fault))
 
     def span(
         self, node: AnyName | None, name: str, began: float, seconds: float, *, parent: str | None = None, **more: Any
     ) -> str | None:
-        """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
+        """Record a span on the host's clock, `began` seconds after the run began.
+
+        `clock="virtual"` for simulated time.
+        """
         record = functools.partial(self._clients.span, node, name, began, seconds, parent, more)
         own: str | None = self._guard("span()", record)
         return own
 
     def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
-        """A node spent so many seconds of the open round on a part (see `time_parts`); what is told adds up."""
+        """Record that a node spent seconds of the open round on a part (see `time_parts`); repeated calls add up."""
         if self.monitored.ledger is not None:
             ledger = self.monitored.ledger
             self._guard("spent()", lambda: ledger.spent(part, seconds, node_name(node)))
 
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
-        """A stretch of the round that a node spends on a part (see `time_parts`)."""
+        """Context that records the time a node spends on a part of the round (see `time_parts`)."""
         began = time.perf_counter()
         try:
             with self._progress.part(name):
@@ -321,9 +327,9 @@ class HostObserver:
             self.spent(name, time.perf_counter() - began, node)
 
     def awaits(self, source: Callable[[], Awaited | None]) -> None:
-        """Say whom the server waits for, where the framework knows: `source` is asked when a round stands still.
+        """Register a `source` that returns whom the server is waiting for; it is called when a round stalls.
 
-        It is called on a thread of its own, and must take no lock.
+        It runs on a thread of its own and must not take a lock.
         """
         self.monitored.watch.sources.append(source)
 
@@ -338,11 +344,11 @@ class HostObserver:
         started: float | None = None,
         span: str | None = None,
     ) -> None:
-        """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks.
+        """Record a completed exchange with a remote client, before `absorb`. Times since the epoch, on each own clock.
 
-        `started`: of the process that took the message there. `span`: the id by which the client knows its journey.
-        Where the client's times cannot be, since its clock was set meanwhile, they are not used and an event
-        `client.clock` says so. A client that tells no times: `received=sent, replied=returned`.
+        `started`: of the process that took the message there. `span`: the id by which the client knows its journey. If
+        the client's times are impossible because its clock was set meanwhile, they are ignored and an event
+        `client.clock` says so. For a client that reports no times: `received=sent, replied=returned`.
         """
         ledger = self.monitored.ledger
 
@@ -365,46 +371,46 @@ class HostObserver:
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
+        """Record an event, of a node or of the round: a level («info», «warning» …), a name and a sentence."""
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
 
     def guarded(self, doing: str, work: Callable[[], Any], node: AnyName | None = None) -> Any:
-        """Return what a host's own work returns, or None if it raised, which is reported once per cause and node."""
+        """Return the result of a host's own work, or None if it raised, which is reported once per cause and node."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - the federation goes on, whatever happens to us
-            self.monitored.lifecycle.open()  # a report does not open a run that has not begun
+            self.monitored.lifecycle.open()  # reporting does not open a run that has not begun
             self._guard.report(error, doing, self._clients.at(node), each=True)
             return None
 
     def stack_begin(self, stack: Stack) -> None:
-        """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
+        """Open clients that train as one batch in this process (`WorkerObserver` does the same elsewhere)."""
         self._progress.moved(TRAIN)
         self._clients.begin_stack(stack)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
-        """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
+        """Measure before an optimiser step: the clients' gradients, [clients, weights], valid only during the call."""
         self._progress.moved()
         self._clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
-        """The batch of clients has trained; `failed`: who did not, and why."""
+        """Close the batch of clients; `failed`: the clients that failed, and why."""
         self._clients.end_stack(failed)
         self._progress.moved()
 
     def headers(self, node: AnyName) -> dict[str, str]:
-        """W3C trace context for the message that asks a client: `WorkerObserver.inside` makes its records the round's.
+        """Return the W3C trace context for a request to a client.
 
-        Texts by name, `traceparent` and `baggage`, for whatever the host's messages can hold.
+        `WorkerObserver.inside` then assigns the client's records to this round. Texts by name, `traceparent` and
+        `baggage`, for whatever the host's messages can hold.
         """
         return self._guard("headers()", lambda: carried(self._scopes.here(), node=node_name(node))) or {}
 
     def admit(self, records: Sequence[Record], sender: AnyName | None = None, size: int = 0) -> tuple[int, str]:
-        """Take records that came another way than by `absorb`, as by `hosts.otlp.receiver`.
+        """Admit records that came by another route than `absorb`, such as `hosts.otlp.receiver`.
 
-        `sender`: the node that sent them, whose word counts for itself alone; None: whoever sent them is trusted with
-        the whole run. `size`: bytes of the message that they came in. Returns how many records were refused, and why
-        the first of them was.
+        `sender`: the node that sent them, only believed about itself; None: a source trusted with the whole run.
+        `size`: bytes of their message. Returns how many records were rejected, and why the first of them was.
         """
         if sender is None:
             self._guard("admit()", lambda: self._emission.admit(records))
@@ -424,10 +430,10 @@ class HostObserver:
         return self._guard("admit()", take) or (0, "")
 
     def log_of_sender(self, values: Mapping[str, float], node: AnyName) -> str:
-        """Log metrics that a client sent by itself, under names that are its own; return what was left out, and why.
+        """Log metrics that a client sent of its own accord, under names of its own; return what was left out, and why.
 
-        That is empty where nothing was. `loss`, `accuracy` and `local.*` keep their names. What else has a meaning here
-        is the server's to log.
+        Returns an empty string if nothing was left out. `loss`, `accuracy` and `local.*` keep their names; only the
+        server may log other names that have a meaning here.
         """
         named = {
             name if name in OF_SENDERS else f"user.{printable(name).removeprefix('user.')}": value
@@ -443,7 +449,7 @@ class HostObserver:
         return own.counted_to(self._scopes.last_round)
 
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
-        """Take what a sender brings, or report that and why it was refused."""
+        """Accept what a sender delivers, or report that it was rejected and why."""
         try:
             take()
         except RecordError as error:
@@ -455,19 +461,19 @@ class HostObserver:
             self.event("warning", REFUSED, text, node=sender.node, data={"messages": 1})
 
     def for_worker(self) -> WorkerObserver:
-        """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
+        """Return an observer that can be sent to a child process, and watches clients there (see `worker`)."""
         return self._arrivals.observer()
 
     def expect(self, *nodes: AnyName) -> None:
-        """These clients train in workers in this round: whoever's records do not come home is told as lost."""
+        """Declare clients that train in workers in this round; those whose records never arrive are reported lost."""
         self._progress.moved(TRAIN)
         self._guard("expect()", lambda: self._arrivals.expect(nodes))
 
     def absorb(self, payload: bytes, sender: Sender | AnyName | None = None) -> None:
-        """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
+        """Accept what a worker's `payload()` returned, inside its round. Anything invalid is reported and counted.
 
-        `sender`: where payloads come from machines that may lie, the client that sent it: it may tell of nobody else,
-        and of no round that has not begun.
+        `sender`: the client that sent it, where payloads come from machines that may lie: it may only report on itself,
+        and on no round that has not begun.
         """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
         own = None if sender is None else self._sender_of(sender)
@@ -484,11 +490,11 @@ class HostObserver:
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Close the open round. `global_state`: the new global model, where it is a module."""
+        """Close the open round. `global_state`: the new global model, if it is a module."""
         self.monitored.end_round(_model(global_state), metrics, global_state)
 
 
 def _model(state: Any) -> Any:
-    """The host's global model, if that is what it gave: a module; without DDP's wrapper."""
+    """Return the host's global model without a DDP wrapper; None if it is not a module."""
     own = state.module if type(state).__name__ == "DistributedDataParallel" else state
     return own if hasattr(own, "named_parameters") else None

@@ -48,8 +48,7 @@ FAMILY_OF = {issue.code: issue.family for issue in ISSUES}
 class Lifecycle:
     """Begins a run on its first event and ends it once.
 
-    `make_writer` opens whatever takes the records. `tape`, `machine` and `watch` are opened and closed with the run,
-    where there are any.
+    `make_writer` opens the writer for records. `tape`, `machine` and `watch`, if given, open and close with the run.
     """
 
     def __init__(
@@ -66,32 +65,35 @@ class Lifecycle:
         self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._make_writer, self._tape, self._machine = lost, make_writer, tape, machine
         self._watch = watch
-        self._handler: EventHandler | None = None  # while the run is open
+        self._handler: EventHandler | None = None  # set while the run is open
         self._closed = False
-        self._process: int | None = None  # that has opened the run
+        self._process: int | None = None  # the process that opened the run
 
     def silence(self) -> None:
-        """Neither tape nor sample the machine; before the run begins."""
+        """Disable the tape and machine sampling; before the run begins."""
         self._tape = self._machine = self._watch = None
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether the run was opened by another process, which forked this one: nothing of it is ours to write."""
+        """Whether another process, which forked this one, opened the run: then this process must not write to it."""
         return self._process not in (None, os.getpid())
 
     def open(self) -> None:
-        """Begin the run, unless it has begun or ended. Log lines belong to it from here on."""
+        """Begin the run, unless it has begun or ended. From here on log lines belong to it."""
         if self._emission.writer is None and not self._closed:
             self._guard("opening the store", self._open)
 
     def writer(self) -> Writer | None:
-        """The writer of the run, which this opens; None if the run ended before anything happened."""
+        """Return the run's writer, opening the run if needed; None if the run ended before anything happened."""
         if self._emission.writer is not None or self._closed:
             return self._emission.writer
         return self._open()
 
     def _open(self) -> Writer:
-        """Not before the first event: frameworks import a user's module in many processes that never train."""
+        """Open the run.
+
+        Deferred to the first event, since frameworks import user modules in processes that never train.
+        """
         with self._context.lock:
             if self._emission.writer is not None:
                 return self._emission.writer
@@ -110,7 +112,7 @@ class Lifecycle:
             return writer
 
     def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
-        """Say whose run it is, before it begins. ConfigError if it has begun."""
+        """Set the host that owns the run, before it begins. ConfigError if it has begun."""
         with self._context.lock:
             if self._emission.writer is not None:
                 raise ConfigError(
@@ -120,16 +122,17 @@ class Lifecycle:
             self._context.set_host(host, config, policy, trace)
 
     def flush(self, timeout: float, *, own: bool = False) -> bool:
-        """Wait until everything is written. `own`: by the store and the detectors only, not by the tape or the user's
-        sinks.
+        """Wait until everything is written.
+
+        `own`: only by the store and the detectors, not by the tape or the user's sinks.
         """
         deadline = time.monotonic() + timeout
-        taped = own or self._tape is None or self._tape.flush(timeout)  # first: it lists in the store what it keeps
+        taped = own or self._tape is None or self._tape.flush(timeout)  # first, because it lists its files in the store
         left = max(0.0, deadline - time.monotonic())
         return bool(self._guard("flush()", lambda: self._emission.flush(left, own=own))) and taped
 
     def close(self) -> None:
-        """End the run: write what waits and close everything that `open` has opened."""
+        """End the run: write pending records and close everything that `open` opened."""
         self._closed = True
         if self._machine is not None:
             self._machine.stop()
@@ -160,8 +163,8 @@ class Lifecycle:
 class Outputs:
     """The store, the detectors and the user's sinks of one run.
 
-    `again`: the store may have the run already, which is then continued. `profile`: whether to record what each round
-    is bound by.
+    `again`: the store may already have the run, which is then continued. `profile`: whether to record what bounds each
+    round.
     """
 
     def __init__(
@@ -178,15 +181,15 @@ class Outputs:
         self._target, self._sinks = store, sinks
         self._context, self._emission, self._guard = spine.context, spine.emission, spine.guard
         self._findings, self._tape, self._profile, self._again = findings, tape, profile, again
-        self._store: SqliteStore | PostgresStore | None = None  # once it is open
+        self._store: SqliteStore | PostgresStore | None = None  # set once it is open
         self._detects = True
 
     def silence(self) -> None:
-        """Do without all of them; before the run begins."""
+        """Disable all of them; before the run begins."""
         self._target, self._sinks, self._profile, self._detects = None, (), False, False
 
     def open(self) -> SinkWriter:
-        """Open all of them, behind a queue each."""
+        """Open all of them, each behind a queue."""
         self._store = None if self._target is None else open_store(self._target)
         sinks: list[Sink] = [] if self._store is None else [self._store]
         live: list[LiveProfile | LiveDetectors] = [LiveProfile(self._emission.emit)] if self._profile else []
@@ -202,7 +205,8 @@ class Outputs:
             self._guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
         if self._again and self._target is not None:
             self._guard("looking up the run", self._resume)
-        # A source of its own: sequences begin anew, and would be taken for records that are stored already.
+        # A new source name: sequence numbers restart, and would otherwise be mistaken for records that are already
+        # stored.
         source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
         return SinkWriter(
             [*sinks, *self._sinks, *(self._tape.sinks if self._detects else ())],
@@ -214,7 +218,7 @@ class Outputs:
         )
 
     def _resume(self) -> None:
-        """Begin where the run of this id ended, if the store has it."""
+        """Continue from where the run of this id ended, if the store has it."""
         target = store_target(self._target)
         if isinstance(target, Path) and not target.exists():
             return
@@ -224,15 +228,15 @@ class Outputs:
 
     @property
     def file(self) -> Path | None:
-        """The store's file; None where it is a database, or there is none."""
+        """The store's file; None if the store is a database, or there is none."""
         target = None if self._target is None else store_target(self._target)
         if isinstance(self._store, SqliteStore):
-            target = self._store.path  # it goes on beside the store if that was replaced
+            target = self._store.path  # the store continues in another file if this one was replaced
         return target.absolute() if isinstance(target, Path) else None
 
 
 class _SinkSequence(Sink):
-    """Several sinks behind one queue: a round's shares are recorded before the detectors look at the next one."""
+    """Several sinks behind one queue: a round's shares are recorded before the detectors see the next one."""
 
     name = "detectors"
     ignores = LiveDetectors.ignores
@@ -250,7 +254,7 @@ class _SinkSequence(Sink):
 
 
 def machine_sampler(spine: Spine) -> MachineSampler:
-    """Samples the machine that this process is on, as metrics of the server in the open round."""
+    """Return a sampler of this process's machine, which records metrics of the server in the open round."""
 
     def record(metrics: Mapping[str, float]) -> None:
         here = spine.scopes.round or spine.scopes.of_run()
@@ -261,7 +265,7 @@ def machine_sampler(spine: Spine) -> MachineSampler:
 
 
 def check_parts(sinks: Any, capture: Any, tape: Any) -> None:
-    """What was passed in, as soon as it is."""
+    """Check the arguments as soon as they are passed in."""
     if tape is not None and not isinstance(tape, TapeRecorder):
         raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
     for sink in sinks:
@@ -274,7 +278,7 @@ def check_parts(sinks: Any, capture: Any, tape: Any) -> None:
 
 
 def close_at_exit(closeable: Any) -> None:
-    """Close what the user forgot. Weakly held: what was let go earlier is not kept alive for this."""
+    """Register an object to be closed at exit. Held weakly, so that registration does not keep it alive."""
     reference = weakref.ref(closeable)
 
     def close() -> None:
@@ -287,7 +291,7 @@ def close_at_exit(closeable: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of fedvitals, Python and NumPy, and of torch where it is loaded."""
+    """Return the versions of fedvitals, Python and NumPy, and of torch if it is loaded."""
     return {
         "fedvitals": fedvitals.__version__,
         "python": platform.python_version(),
@@ -297,7 +301,7 @@ def versions() -> dict[str, str]:
 
 
 def _torch_versions() -> dict[str, str]:
-    """Of torch and what measures its tensors, where somebody has imported it: this does not."""
+    """Return the versions of torch and its kernels if torch has been imported; never imports it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

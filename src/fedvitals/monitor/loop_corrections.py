@@ -3,7 +3,7 @@
 
     updates, weights = monitor.corrections().apply(updates, weights)
 
-What is in force, and why, is decided and recorded by `CorrectionTrials`, as for every host.
+`CorrectionTrials` decides and records what is in force, and why, as for every host.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LoopCorrections:
 
     def __init__(self, host: HostObserver) -> None:
         self._host = host
-        self._round: int | None = None  # the round that was asked for
+        self._round: int | None = None  # the round last asked about
         self._by_models = False  # whether the loop averages models, not differences
         self.actions: Sequence[Action] = ()
         self._followed = FollowedCorrections[Any](host, self._obstacle)
 
     def ask(self) -> None:
-        """Ask once in a round which corrections are in force."""
+        """Ask once per round which corrections are in force."""
         opened = self._host.monitored.rounds.open
         round_index = None if opened is None else opened.scope.round
         if round_index is None:
@@ -49,15 +49,16 @@ class LoopCorrections:
     def apply(
         self, updates: Mapping[Name, Any], weights: Mapping[Name, float] | None = None, *, start: Any = None
     ) -> tuple[dict[Name, Any], dict[Name, float]]:
-        """Return the updates to average and their weights, by client, as the corrections want them.
+        """Return the updates to average and their weights, by client, as corrected.
 
-        `updates`: what each client sent, in one of the forms that `Monitor.updates` takes, by which they are also
-        measured: that need not be called besides. `weights`: what you weigh them by; by default 1 each. `start`: the
-        model that clients were sent (a module, or what the updates are, a state or arrays), where `updates` holds
-        whole models; without it, a correction that goes back to an earlier model is refused.
+        `updates`: what each client sent, in one of the forms that `Monitor.updates` takes; they are measured here, so
+        that method need not be called as well. `weights`: your averaging weights; by default 1 each. `start`: the model
+        that clients were sent (a module, or a state or arrays like the updates), if `updates` holds whole models;
+        without it, a correction that returns to an earlier model is refused.
 
-        Who is left out is in neither mapping. A robust rule gives every client the same update, and going back to an
-        earlier model gives every client that model: your own average of equals is what was wanted, by any weights.
+        Excluded clients are in neither mapping. A robust rule gives every client the same update, and returning to an
+        earlier model gives every client that model: your own average of equal updates is then the intended result,
+        whatever the weights.
         """
         sent = dict(updates)
         weighed = dict.fromkeys(sent, 1.0) if weights is None else dict(weights)
@@ -105,7 +106,7 @@ def _outside_round() -> None:
 
 
 def _weight(in_force: CorrectionsInForce, name: Any, weights: Mapping[Any, float]) -> float:
-    """Return a client's corrected weight. A sample count that is not believed becomes the median of the others'."""
+    """Return a client's corrected weight. A sample count that is not trusted becomes the median of the others'."""
     node = node_name(name)
     weight = weights[name]
     if node in in_force.samples and len(weights) > 1:
@@ -114,7 +115,7 @@ def _weight(in_force: CorrectionsInForce, name: Any, weights: Mapping[Any, float
 
 
 def _changed_updates(in_force: CorrectionsInForce, updates: dict[Name, Any], begun: Any) -> dict[Name, Any]:
-    """Return the updates cut to the longest norm, then all alike by a robust rule, then scaled by the server's rate."""
+    """Return the updates cut to the longest norm, then made equal by a robust rule, then scaled by the server rate."""
     if in_force.max_update_norm is not None:
         norms = {name: _norm(update, begun) for name, update in updates.items()}
         updates = {
@@ -131,7 +132,7 @@ def _changed_updates(in_force: CorrectionsInForce, updates: dict[Name, Any], beg
 
 
 def _each(change: Callable[..., Any], update: Any, *others: Any) -> Any:
-    """Return an update in its own form, with `change` of each array of fractions (and those in its place in others)."""
+    """Return an update in its own form, with `change` applied to each floating array and its counterparts in others."""
 
     def changed(array: Any, *beside: Any) -> Any:
         array = array if hasattr(array, "dtype") else np.asarray(array)
@@ -145,7 +146,7 @@ def _each(change: Callable[..., Any], update: Any, *others: Any) -> Any:
 
 
 def _is_floating(array: Any) -> bool:
-    """Return whether an array is trained or averaged: counters of batches, which are integers, are not."""
+    """Return whether an array is trained or averaged: integer arrays, such as batch counters, are not."""
     return bool(array.is_floating_point()) if hasattr(array, "is_floating_point") else array.dtype.kind == "f"
 
 
@@ -171,7 +172,7 @@ def _norm(update: Any, begun: Any) -> float:
 
 
 def _robust(rule: Callable[[Any], Any], updates: dict[Name, Any]) -> dict[Name, Any]:
-    """Return the updates, each with the robust aggregate of all in place of its own."""
+    """Return the updates, each replaced by the robust aggregate of all."""
     import torch  # noqa: PLC0415 - the loop has imported it
 
     vectors = []

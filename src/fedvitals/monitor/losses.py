@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that were lost or left out: counted, recorded at each round's end, and once more when the run has ended.
+"""Counts records that were lost or left out, and reports the counts at each round's end and once after the run.
 
 Losses are counted by sink. What the store has lost is missing from the run; what an exporter has lost is not.
 """
@@ -19,31 +19,31 @@ from fedvitals.transport.spill import Spill
 
 
 class LostRecords:
-    """Counts the records that the sinks lost and those of workers that never arrived. `store`: None, there is none."""
+    """Counts records lost by the sinks, and records of workers that never arrived. `store`: None if there is none."""
 
     def __init__(self, spine: Spine, store: str | os.PathLike[str] | None = None) -> None:
         self._context, self._emission, self._scopes, self._store = spine.context, spine.emission, spine.scopes, store
-        self._missed = 0  # of workers, as far as is known
+        self._missed = 0  # of workers, as far as known
         self._thinned = 0  # client-rounds of which workers left out details
-        self._recorded = 0  # as last recorded
-        self._recorded_sinks: dict[int, int] = {}  # what other sinks had lost, as last recorded, by their place
+        self._recorded = 0  # the total last recorded
+        self._recorded_sinks: dict[int, int] = {}  # losses of the other sinks as last recorded, by position
 
     def miss(self, count: int = 1) -> None:
         """Count records of workers or senders that did not arrive."""
         self._missed += count
 
     def thin(self, client_rounds: int) -> None:
-        """Count client-rounds of which a worker's payload had no room for all details."""
+        """Count client-rounds for which a worker's payload had no room for all details."""
         self._thinned += client_rounds
 
     @property
     def total(self) -> int:
-        """Records lost so far, by whichever sink."""
+        """Records lost so far by any sink."""
         return self._missed + (0 if self._emission.writer is None else self._emission.writer.lost)
 
     @property
     def count(self) -> int:
-        """Records lost so far before they were stored; before the detectors saw them, where there is no store."""
+        """Records lost so far before they were stored, or, without a store, before the detectors saw them."""
         writer = self._emission.writer
         if not isinstance(writer, SinkWriter):
             return self.total
@@ -66,7 +66,7 @@ class LostRecords:
 
     @property
     def thinned(self) -> int:
-        """Client-rounds of which layer statistics were left out so far, see `transport.thinning`, `payload_buffer`."""
+        """Client-rounds whose layer statistics were left out so far, see `transport.thinning`, `payload_buffer`."""
         writer = self._emission.writer
         return self._thinned + (writer.thinned[0] if isinstance(writer, SinkWriter) else 0)
 
@@ -81,7 +81,7 @@ class LostRecords:
             self._emission.emit(event)
 
     def _sink_events(self, writer: SinkWriter, *, final: bool) -> Iterator[Event]:
-        """What other sinks than the store have lost: told when it begins and when the run has ended."""
+        """Yield what sinks other than the store have lost: reported at the first loss and when the run has ended."""
         first = writer.own if self._store is None else 1
         for place, (name, lost) in enumerate(writer.lost_by_sink[first:]):
             known = self._recorded_sinks.get(place, 0)
@@ -92,7 +92,7 @@ class LostRecords:
                 yield Event(at, time.time(), "warning", "sink.lost", words, {"sink": name, "records": lost})
 
     def record_final(self) -> None:
-        """Put the final count into the store, when all other sinks have closed: the last round knew less."""
+        """Store the final count once all other sinks have closed, since the last round's count may be too low."""
         writer = self._emission.writer
         if self._store is None or not isinstance(writer, SinkWriter):
             return
@@ -108,7 +108,7 @@ class LostRecords:
                 writer.store(record)
 
     def spill_unrecorded(self) -> None:
-        """Write what the store took no more into the folder beside it: the next process brings it in."""
+        """Write what the store no longer accepted into the folder beside it, for the next process to import."""
         writer = self._emission.writer
         if self.count <= self._recorded or self._store is None or not isinstance(writer, SinkWriter):
             return
@@ -119,7 +119,7 @@ class LostRecords:
             spill.close(keep=True)
 
     def _event(self, writer: SinkWriter) -> Event:
-        """How many records were lost so far, and by which sink."""
+        """Return the event that says how many records were lost so far, and by which sink."""
         causes = {"workers": self._missed, **writer.losses_of_store}
         listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items() if count)
         place = Where(self._context.run.id, self._scopes.last_round)
@@ -127,7 +127,7 @@ class LostRecords:
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.count})
 
     def _thinning_event(self, detail: int, rest: int) -> Event:
-        """Of how many client-rounds something was left out, and what."""
+        """Return the event that says for how many client-rounds something was left out, and what."""
         place = Where(self._context.run.id, self._scopes.last_round)
         metrics = f"; of {rest} of them metrics, spans and transfers as well" if rest else ""
         words = f"Layer statistics of {detail} client-rounds were left out, the store or the detectors being too slow"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All parts of one monitored run, built and wired: `Monitor` is what users see of it, `HostObserver` what hosts see."""
+"""Builds and wires all parts of one monitored run; users see it through `Monitor`, hosts through `HostObserver`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ logger = logging.getLogger("fedvitals")
 
 
 class MonitoredRun:
-    """One run, from its first event to its end. Opens nothing before that event; closed at exit if nobody does so.
+    """One run, from its first event to its end. Opens nothing before that event; closed at exit if nobody closes it.
 
-    The parameters are those of `Monitor`, checked and resolved. `again`: the store may have the run already.
+    The parameters are those of `Monitor`, checked and resolved. `again`: the store may already have the run.
     `chosen_privacy`: level, cohort and tracebacks as the user chose them, since a host may set others.
     """
 
@@ -64,7 +64,7 @@ class MonitoredRun:
         again: bool,
         chosen_privacy: tuple[int | None, int, bool | None],
     ) -> None:
-        # The callable holds this object: while the run is open, it stays alive to be closed at exit.
+        # The lambda refers to this object, which keeps it alive while the run is open so that it can be closed at exit.
         self.spine = spine = Spine.of(run, policy, strict=strict, lifecycle=lambda: self.lifecycle)
         self.kit, self.cure, self.chosen_privacy = kit, cure, chosen_privacy
         self.lost = LostRecords(spine, store)
@@ -116,7 +116,7 @@ class MonitoredRun:
         return self.spine.scopes.last_round
 
     def silence(self) -> None:
-        """Measure, and record nothing: of several processes that train a client together, another one reports.
+        """Measure but record nothing: of several processes that train a client together, another one reports.
 
         Does nothing once the run has begun.
         """
@@ -125,16 +125,16 @@ class MonitoredRun:
             self.lifecycle.silence()
 
     def before_close(self, work: Callable[[], None]) -> None:
-        """Call `work` before the run ends: a host may have a round open."""
+        """Call `work` before the run ends, since a host may have a round open."""
         self._before_close.append(work)
 
     def asked(self) -> bool:
-        """Note that the host asks which corrections are in force. Returns whether it did so before."""
+        """Note that the host asks which corrections are in force. Returns whether it has asked before."""
         before, self._asked = self._asked, True
         return before
 
     def has_ended(self) -> bool:
-        """Return whether the run was closed; who goes on with its monitor is warned once that nothing is recorded."""
+        """Return whether the run was closed; using its monitor afterwards warns once that nothing is recorded."""
         if self._ended and not self._warned:
             self._warned = True
             logger.warning(
@@ -145,7 +145,7 @@ class MonitoredRun:
         return self._ended
 
     def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
-        """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
+        """Close the open round, if any, and record its results. The tape keeps `state` of it."""
         model_results = self.rounds.measure_model(model)
         try:
             self.clients.settle()
@@ -161,7 +161,7 @@ class MonitoredRun:
         def end() -> None:
             self.rounds.finish(opened, model_results, metrics or {})
             if self.cure.automatic and not self.asked():
-                # Corrections are the host's to apply, and a plain loop that does not ask for them applies none.
+                # Corrections are applied by the host; a plain loop that never asks for them applies none.
                 why = "Nothing is corrected by itself: this host does not ask what to do."
                 remedy = 'Call monitor.corrections().apply(updates) before you average, or take cure="suggest".'
                 self.spine.emission.record.event(opened.scope, "warning", "cure.unasked", f"{why} {remedy}")
@@ -179,11 +179,11 @@ class MonitoredRun:
             self.spine.scopes.leave(opened.scope, opened.token)
 
     def close(self) -> None:
-        """End the run: scopes closed, records written, hooks and threads gone.
+        """End the run: close its scopes, write its records, remove hooks and threads.
 
         A second call does nothing, nor does a call in a process that was forked while the run was open.
         """
-        if self.lifecycle.is_of_parent:  # before any lock: a thread that is not here may have held it
+        if self.lifecycle.is_of_parent:  # before any lock, which may be held by a thread that the fork did not copy
             return
         with self._lock:
             if self._closed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that train now, and those that have ended while their results come from a device."""
+"""Clients that are training, and clients that have ended whose results are still on a device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenClient:
-    """How to close it again, and what it has gathered."""
+    """An open client: how to close it, and what it has gathered."""
 
     scope: Scope
     token: Token[Scope | None]
     began: float = field(default_factory=time.perf_counter)
     at: float = field(default_factory=time.time)
-    session: ClientSession | None = None  # of a client with a model
-    pending: PendingResults | None = None  # the results, while they are on their way from a device
+    session: ClientSession | None = None  # if the client has a model
+    pending: PendingResults | None = None  # the results, while they are still on a device
     clock: StepClock | None = None
     memory: OpenMemory | None = None
     recording: Recording | None = None  # of single operators
@@ -45,7 +45,7 @@ class OpenClient:
 
 
 class UnsettledClients:
-    """Clients that have ended and are reported, in their order, once their results have come from a device."""
+    """Clients that have ended and are reported in their order once their results have arrived from a device."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -53,21 +53,27 @@ class UnsettledClients:
         self._lock = threading.RLock()
 
     def append(self, scope: Scope, pending: PendingResults, report: Callable[[], None]) -> None:
-        """Add a client. `report` must hold nothing of the user's: a model or an optimiser would outlive its client."""
+        """Add a client.
+
+        `report` must not refer to objects of the user: a model or an optimiser would outlive its client.
+        """
         self._waiting.append((scope, pending, report))
 
     def clear(self) -> None:
-        """Forget them without a report."""
+        """Drop them without a report."""
         with self._lock:
             for _, pending, _ in self._waiting:
                 pending.discard()
             self._waiting.clear()
 
     def settle(self, *, wait: bool) -> None:
-        """Report all of them, or, unless `wait`, those whose results have arrived. What one raises comes after all."""
+        """Report all of them, or, unless `wait`, those whose results have arrived.
+
+        Errors are raised after the last report.
+        """
         with self._lock, contextlib.ExitStack() as reports:
             due = []
             while self._waiting and (wait or not self._waiting[0][1].awaits_device):
                 due.append(self._waiting.popleft())
-            for scope, _, report in reversed(due):  # the last one is called first
+            for scope, _, report in reversed(due):  # an exit stack calls the last one first
                 reports.callback(self._guard, "reporting a client", report, scope)

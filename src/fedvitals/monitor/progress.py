@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the training is: the open round, its phase, and when anything last happened.
 
-Noted by the training's own threads in a few assignments, without a lock, and read by `stall_watch`.
+Updated by the training's own threads in a few assignments, without a lock, and read by `stall_watch`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ TRAIN = "train"
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Whom a round waits for: a phase, and the clients that have not finished it, each with the time when they were
-    asked or began (seconds since the epoch). Without clients, the server itself is at work.
+    """The phase that a round waits for, and the clients that have not finished it.
+
+    Each client has the time when it was asked or began (seconds since the epoch). Without clients, the server itself is
+    working.
     """
 
     phase: str
@@ -29,33 +31,33 @@ class Awaited:
 
 
 class Progress:
-    """Times are those of `time.monotonic`.
+    """The progress of one run. Times are those of `time.monotonic`.
 
     `lengths`: of the newest rounds, in seconds. `silences`: their longest stretches without an event, by phase. Neither
-    has the first round, in which everything is loaded, nor a round that stalled after one that did not.
+    includes the first round, in which everything is loaded, nor a round that stalled after one that did not.
     """
 
     def __init__(self) -> None:
         self.round_index: int | None = None  # while a round is open
         self.began = self.moved_at = time.monotonic()
         self.phase = ""
-        self.stalled = False  # whether the open round was reported
+        self.stalled = False  # whether the open round was reported as stalled
         self.lengths: deque[float] = deque(maxlen=NEWEST)
         self.silences: dict[str, deque[float]] = {}
-        self._parts: list[str] = []  # the server's own work that is under way, the innermost last
+        self._parts: list[str] = []  # the server's own work in progress, innermost last
         self._silences_now: dict[str, float] = {}  # of the open round
-        self.rounds = 0  # that have ended
+        self.rounds = 0  # completed rounds
         self._stalled_before = False
 
     def begin_round(self, round_index: int) -> None:
-        """A round begins."""
+        """Note that a round begins."""
         self.began = self.moved_at = time.monotonic()
         self.phase, self.stalled = "", False
         self._parts, self._silences_now = [], {}
         self.round_index = round_index
 
     def end_round(self) -> None:
-        """The open round ends, if there is one."""
+        """Note that the open round, if any, ends."""
         if self.round_index is None:
             return
         self.moved()
@@ -69,7 +71,7 @@ class Progress:
                 self.silences.setdefault(phase, deque(maxlen=NEWEST)).append(silence)
 
     def moved(self, phase: str | None = None) -> None:
-        """Something happened; `phase`: what the round is at from now on, where that is known."""
+        """Note that something happened; `phase`: the phase that the round enters, if known."""
         now = time.monotonic()
         silence, self.moved_at = now - self.moved_at, now
         if silence > self._silences_now.get(self.phase, 0.0):
@@ -78,7 +80,7 @@ class Progress:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A stretch of the server's own work."""
+        """Context for a part of the server's own work."""
         before, parts = self.phase, self._parts
         self.moved(name)
         parts.append(name)
@@ -89,11 +91,11 @@ class Progress:
             self.moved(before)
 
     def awaited(self) -> Awaited | None:
-        """The server's own work that is under way; None where there is none."""
+        """Return the server's own work in progress; None if there is none."""
         parts = self._parts[-1:]
         return Awaited(parts[0]) if parts else None
 
     def skip(self, seconds: float) -> None:
-        """Leave out a stretch in which this whole process did not run."""
+        """Exclude a stretch in which this whole process was suspended."""
         self.began += seconds
         self.moved_at += seconds

@@ -16,7 +16,7 @@ from fedvitals.records import Event, Metric, Record
 
 LABELS = ("labels", "label.entropy")  # the event and the metric
 DATA = ("data", *(name for name in CATALOG if name.startswith("data.")))
-# Of each event: what is left out with it, and the parts by which two of them are equal.
+# For each event: the names that are dropped with it, and the fields that decide whether two of them are equal.
 REPEATED = {"labels": (LABELS, ("histogram",)), "data": (DATA, ("inputs", "labels", "samples"))}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open round: what its clients bring, and what is recorded of it when it closes."""
+"""The open round: what it collects from its clients, and what is recorded of it when it closes."""
 
 from __future__ import annotations
 
@@ -37,27 +37,30 @@ if TYPE_CHECKING:
 
     from fedvitals.probes.backends import AnyInstruments
 
-# Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
+# Parts that are also recorded as metrics: of the round, and of each remote client.
 PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
 
 
-TELL_LIMIT_EVERY = 20  # rounds: detectors do not look back for ever
+TELL_LIMIT_EVERY = 20  # rounds: the detectors' history is limited
 
 
 @dataclass(slots=True)
 class OpenScope:
-    """A round or an edge: how to close it again, and what it has gathered."""
+    """A round or an edge: how to close it, and what it has gathered."""
 
     scope: Scope
     token: Token[Scope | None]
     began: float = field(default_factory=time.perf_counter)
     at: float = field(default_factory=time.time)
     cohort: Cohort = field(default_factory=Cohort)  # of a round
-    sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host gave
+    sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host supplied
 
 
 class Rounds:
-    """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
+    """`open`: the open round.
+
+    `least`: the fewest clients whose sum may be reported. `ledger`: None if times are not kept.
+    """
 
     def __init__(
         self,
@@ -73,10 +76,10 @@ class Rounds:
         self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
         self._record = spine.emission.record
         self.open: OpenScope | None = None
-        self._limit_told = -TELL_LIMIT_EVERY  # the round in which it was
+        self._limit_told = -TELL_LIMIT_EVERY  # the round in which the limit was last recorded
 
     def begin(self, number: object, model: Any) -> None:
-        """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
+        """Open a round. After a number that is rejected (ConfigError), records belong to no round."""
         self._scopes.forget_last_round()
         number = as_round_index(number)
         self.open = OpenScope(*self._scopes.enter_round(number))
@@ -91,14 +94,14 @@ class Rounds:
             self._kit.updates.begin_round(number, self._kit.global_parameters)
         if not self._kit.preset.brief:
             self._guard("reading adapters", lambda: self._emission.layer_tables(self._kit.begin_adapters(model)))
-        # A run that goes on does not begin anew with the model that it happens to have now.
+        # A continued run must not take the model it happens to have now for its first one.
         if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
-        elif not self._context.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+        elif not self._context.own_tables:  # a continued run: the store does not say which of its tables are ours
             self._tell_layers(self._kit.tables(model))
 
     def joined(self, span: Span, results: Results) -> None:
-        """A client has finished in this process."""
+        """Add a client that has finished in this process."""
         if self.open is None:
             return
         cohort, node = self.open.cohort, span.where.node or ""
@@ -108,7 +111,7 @@ class Rounds:
             self._ledger.trained(span)
 
     def joined_stack(self, spans: Sequence[Span], measured: Measurements) -> None:
-        """Clients have finished as one batch in this process."""
+        """Add clients that have finished as one batch in this process."""
         if self.open is None:
             return
         self.open.cohort.add_measured({span.where.node or "": span for span in spans}, [measured])
@@ -117,14 +120,14 @@ class Rounds:
                 self._ledger.trained(span)
 
     def close(self) -> OpenScope | None:
-        """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
+        """Return the open round, which is no longer open; the caller passes it to `finish` or drops it."""
         opened, self.open = self.open, None
         self._kit.global_parameters = ()
         self._scopes.leave_round()
         return opened
 
     def measure_model(self, model: Any) -> Callable[[], Results] | None:
-        """Begin to measure the open round's new model: a device does so while its clients' results are waited for."""
+        """Begin to measure the open round's new model, so that a device does so while clients' results are awaited."""
         if self.open is None or model is None:
             return None
         started, attempt = time.perf_counter(), self._attempts(self.open.scope)
@@ -139,7 +142,7 @@ class Rounds:
     def finish(
         self, opened: OpenScope, model_results: Callable[[], Results] | None, metrics: Mapping[str, float]
     ) -> None:
-        """Tell of a round that is over. Each step is done by itself: what fails costs what it would have told."""
+        """Record a round that is over. Each step runs by itself, so a failure loses only that step's records."""
         attempt = self._attempts(opened.scope)
         try:
             for name, value in metrics.items():
@@ -152,7 +155,7 @@ class Rounds:
         self._record.metric(scope, public_name(name), float(value))
 
     def _attempts(self, scope: Scope) -> Attempt:
-        """Does pieces of work, each for itself; what fails is told of the node that it is about."""
+        """Return a function that runs each piece of work by itself, and reports failures for the node they concern."""
         return partial(self._guard.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
 
     def _tell(self, opened: OpenScope, model_results: Callable[[], Results] | None, attempt: Attempt) -> None:
@@ -179,7 +182,10 @@ class Rounds:
         self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
 
     def _tell_updates(self, opened: OpenScope, attempt: Attempt) -> None:
-        """What the server measured of the updates that it got. A sender's own word counts only where there is none."""
+        """Record what the server measured of the updates.
+
+        A sender's own claim only counts where there is no measurement.
+        """
         cohort, sent = opened.cohort, opened.sent
         held = self._arrivals.take_held()
         claims = {
@@ -190,7 +196,7 @@ class Rounds:
         measurements = attempt(
             "comparing updates with what was told of them", lambda: cohort.receive(sent, claims, back)
         )
-        if measurements is None:  # because of somebody: each by itself, so that it costs nobody else
+        if measurements is None:  # one update caused a failure: measure each by itself, so that the others are kept
             apart = [(node, partial(cohort.receive, {node: rows}, claims, back)) for node, rows in sent.items()]
             measurements = [
                 measurement for node, work in apart for measurement in attempt("measuring an update", work, node) or ()
@@ -203,9 +209,9 @@ class Rounds:
         self._tell_all(opened.scope, measurements, attempt)
 
     def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
-        """Statistics by senders, those last whose layer table the server or most of them have.
+        """Sort senders' statistics so that layer tables come last that the server or most senders have.
 
-        A history calls a family's layers what the newest table does: no client may rename them for all.
+        A history takes a family's layer names from the newest table, so no client may rename them for all.
         """
         nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
         for record in statistics:
@@ -214,7 +220,7 @@ class Rounds:
         return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
 
     def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
-        """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
+        """Return a sender's own sums if they equal ours and ours are of layers whose names are unknown."""
         return () if self._context.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
     def _tell_all(self, scope: Scope, measurements: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
@@ -244,9 +250,9 @@ class Rounds:
                 self._record.metric(scope, name, size)
 
     def _tell_time(self, scope: Scope, ended: float) -> None:
-        """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
+        """Record the Spans of server, groups and journeys, and the seconds of their parts that detectors use."""
         attempt = self._attempts(scope)
-        seconds: dict[tuple[Node, str], float] = {}  # of each node's parts, over all its journeys
+        seconds: dict[tuple[Node, str], float] = {}  # of each node's parts, summed over all its journeys
         for ledger_span in () if self._ledger is None else self._ledger.close(ended):
             tell = partial(self._tell_parts, scope, ledger_span, seconds)
             attempt("telling what time went to", tell, ledger_span.node)
@@ -273,7 +279,7 @@ class Rounds:
                 self._record.metric(own if ledger_span.name == JOURNEY else scope, f"time.{part}", seconds[key])
 
     def stats(self, node: Any, family: str, array: Any) -> None:
-        """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
+        """Record statistics computed by the host: [layers, columns] of one node, or [clients, ...] of many."""
         matrices = as_array(array)
         nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
         for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
@@ -284,7 +290,7 @@ class Rounds:
 
     @contextmanager
     def edge(self, name: AnyName, model: Any) -> Iterator[None]:
-        """The stretch in which an edge node, cluster or ring does its share."""
+        """Context in which an edge node, cluster or ring does its part."""
         guard = self._guard
 
         def begin() -> OpenScope:
@@ -316,7 +322,7 @@ class Rounds:
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
     def _vector(self, model: Any) -> Tensor:
-        """All parameters of a PyTorch model that are measured, as one vector."""
+        """Return all measured parameters of a PyTorch model as one vector."""
         from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
 
         return flatten(self._kit.parameters(model))
@@ -326,13 +332,13 @@ class Rounds:
             self._emission.layer_tables(own)
 
     def _first_model(self, model: Any) -> None:
-        """The run's first global model: what all drift is measured from, and how well it was initialised."""
+        """Record the run's first global model: how it was initialised, and the reference for all drift."""
         self._tell_layers(self._kit.tables(model))
         for layer, remark in self._kit.first_model(model):
             self._record.event(
                 self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer}
             )
         zero = self._kit.zero_layers(model)
-        if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
+        if zero:  # detectors need this: the gradients next to an all-zero matrix begin at or near 0
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
             self._record.event(self._scopes.here(), "info", "initialisation.zero", text, {"layers": zero})

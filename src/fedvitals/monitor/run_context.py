@@ -15,11 +15,11 @@ from fedvitals.transport.timing import new_trace
 
 
 class RunContext:
-    """The facts that all parts of a monitor share. They change only by the methods below.
+    """The facts that all parts of a monitor share. They change only through the methods below.
 
-    `lock` is held while the run is opened and while layer tables are added. `continued` tells whether the store knew
-    the run before. `tables` are all layer tables by digest; `own_tables` only those of models seen in this process or
-    in our own workers.
+    `lock` is held while the run is opened and while layer tables are added. `continued`: whether the store knew the run
+    before. `tables` are all layer tables by digest; `own_tables` only those of models seen in this process or in our
+    own workers.
     """
 
     def __init__(self, run: Run, policy: PrivacyPolicy) -> None:
@@ -31,22 +31,22 @@ class RunContext:
         self.lock = threading.RLock()
 
     def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
-        """Replace the host, the configuration and the policy; and the trace id, where there is one."""
+        """Replace the host, the configuration and the policy, and the trace id if one is given."""
         self.run = replace(self.run, host=host, config=config)
         self.policy, self.trace = policy, trace or self.trace
 
     def resume(self, stored: Run) -> None:
-        """Continue a run that the store has: with its start and its layer tables."""
+        """Continue a run that the store has, with its start and its layer tables."""
         self.tables = {table.digest: table for table in stored.tables}
         self.run = replace(self.run, started=stored.started, tables=stored.tables)
         self.continued = True
 
     def start(self, versions: Mapping[str, str]) -> None:
-        """Note when the run began, unless it continues another, and the versions of the software."""
+        """Record the software versions, and when the run began unless it continues another."""
         self.run = replace(self.run, started=self.run.started or time.time(), versions=versions)
 
     def finish(self) -> None:
-        """Note when the run ended."""
+        """Record when the run ended."""
         self.run = replace(self.run, finished=time.time())
 
     def knows(self, tables: Mapping[str, LayerTable], *, own: bool) -> bool:
@@ -64,11 +64,11 @@ class RunContext:
         return True
 
     def own_table(self, rows: str, layers: int) -> str | None:
-        """The digest of our newest own table with rows of this kind and number; None if there is none."""
+        """Return the digest of our newest own table with this kind and number of rows; None if there is none."""
         fitting = (t.digest for t in reversed(self.own_tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
 
     def table_of(self, tables: Mapping[str, str], rows: str, layers: int) -> str | None:
-        """The table that results name for such rows, if it has as many layers; otherwise `own_table`."""
+        """Return the table that the results name for such rows if it has as many layers, else `own_table`."""
         named = self.tables.get(tables.get(rows, ""))
         return named.digest if named is not None and len(named.layers) == layers else self.own_table(rows, layers)

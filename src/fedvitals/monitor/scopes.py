@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the training stands: the round that is open, the scope of the calling code, and the threads of open clients."""
+"""Where the training stands: the open round, the scope of the calling code, and the threads of open clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedvitals.transport.timing import new_span_id
 
 
 class ClientThreads:
-    """The threads on which clients were opened, to decide whose code may be speaking."""
+    """Tracks the threads on which clients were opened, to decide whose code may have produced a record."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -39,10 +39,10 @@ class ClientThreads:
         self._by_span.pop(scope.span, None)
 
     def may_be_client(self) -> bool:
-        """Whether a client's code may be speaking on a thread whose scope does not say so.
+        """Whether a client's code may be running on a thread whose scope does not say so.
 
-        A thread that the client started has no scope. Where a host closes clients in another order than it opened them,
-        the thread's scope may be the round's again while one of them still trains. And a client may be called «server».
+        A thread that a client started has no scope. Where a host closes clients in another order than it opened them,
+        the thread's scope may be the round's again while a client still trains. And a client may be named «server».
         """
         if not self._by_span or self._context.policy.level >= WORDS:
             return False
@@ -55,8 +55,8 @@ class ClientThreads:
 class Scopes:
     """Opens and closes scopes of rounds, edges and clients. `round` is the scope of the open round.
 
-    `emit` takes the records that are made inside a scope. `open_run` begins the run unless it has begun: it is called
-    before a scope opens, because log lines inside belong to the run.
+    `emit` takes the records made inside a scope. `open_run` begins the run unless it has begun; it is called before a
+    scope opens, because log lines inside belong to the run.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Scopes:
         self.last_round: int | None = None
 
     def here(self) -> Scope:
-        """The caller's own scope; on a thread without one, that of the round that is open, or was open last."""
+        """Return the caller's scope; on a thread without one, the scope of the round that is open or was open last."""
         scope = current.get()
         if scope is not None and scope.run == self._context.run.id:
             return scope
         return self.round or self.of_run(trace=self._context.trace)
 
     def of_run(self, node: Node | None = None, trace: str = "") -> Scope:
-        """A scope in the last round, outside of everything that is open."""
+        """Return a scope in the last round, outside every open client and edge."""
         return Scope(self._context.run.id, self._emit, self.last_round, node=node, trace=trace)
 
     def enter(
@@ -88,7 +88,7 @@ class Scopes:
     ) -> tuple[Scope, Token[Scope | None]]:
         """Open a scope inside `inside`, or inside the caller's. Returns it with the token that `leave` needs.
 
-        `watch` takes the model of a client that is opened without one.
+        `watch` is called with the model of a client that is opened without one.
         """
         self.open_run()
         around = inside or self.here()
@@ -116,16 +116,16 @@ class Scopes:
         return self._threads.idents()
 
     def leave_round(self) -> None:
-        """No round is open any more; code that is still inside of its scope stays there until `leave`."""
+        """Mark that no round is open any more; code still inside its scope stays there until `leave`."""
         self.round = None
 
     def forget_last_round(self) -> None:
-        """What is recorded from now on belongs to no round, until one opens."""
+        """Assign records to no round from now on, until a round opens."""
         self.last_round = None
 
     def leave(self, scope: Scope, token: Token[Scope | None]) -> None:
-        """Close a scope that `enter` or `enter_round` has opened."""
+        """Close a scope that `enter` or `enter_round` opened."""
         self._threads.leave(scope)
-        # A host may close a scope on another thread than it was opened on; that one has a contextvar of its own.
+        # A host may close a scope on another thread than it was opened on, which has a context of its own.
         with contextlib.suppress(ValueError):
             current.reset(token)

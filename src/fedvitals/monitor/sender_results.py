@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers from the records of clients that trained elsewhere what the open round needs of them."""
+"""Gathers what the open round needs from the records of clients that trained elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def column_values(blocks: Sequence[Measurements], name: str) -> dict[Node, float
 
 
 def gather(results: Results, record: Metric | LayerStats) -> None:
-    """Add a single record of a client to its results: matrices, and the metrics that a round asks for."""
+    """Add a single record of a client to its results: a matrix, or a metric that the round needs."""
     if isinstance(record, Metric):
         results.metrics.append((record.name, record.value, record.where.step))
     else:
@@ -41,7 +41,7 @@ def gather(results: Results, record: Metric | LayerStats) -> None:
 
 
 def gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
-    """Add the same from measurements of several clients to the results of each."""
+    """Add the records that the round needs from measurements of several clients to the results of each."""
     own = [results_by_node.get(node or "") for node in measured.nodes]
     for name, rows, values, steps in measured.columns(_is_needed_metric):
         for row, value, step in zip(rows, values, steps, strict=True):
@@ -64,5 +64,5 @@ def is_needed(record: Telemetry) -> TypeGuard[Metric | LayerStats]:
 
 
 def _is_needed_metric(name: str) -> bool:
-    """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
+    """Whether the round needs this metric of a client, here or in `Cohort.add`."""
     return name in ("adapter.scale", "steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four parts that everything in a monitor works with, wired to each other."""
+"""The four parts that all other parts of a monitor work with, wired to each other."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fedvitals.transport.privacy import PrivacyPolicy
 
 
 class Opening(Protocol):
-    """What the spine needs of a `Lifecycle`."""
+    """What the spine needs from a `Lifecycle`."""
 
     def open(self) -> None:
         """Begin the run, unless it has begun or ended."""
         ...
 
     def writer(self) -> Writer | None:
-        """The run's writer, which this opens; None if the run ended before anything happened."""
+        """Return the run's writer, opening the run if needed; None if the run ended before anything happened."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Spine:
-    """A run's context, where its training stands, the way out for records, and the guard against our own errors."""
+    """A run's context, its scopes, the emission of its records, and the guard against errors of our own."""
 
     context: RunContext
     scopes: Scopes
@@ -45,7 +45,10 @@ class Spine:
         strict: bool,
         lifecycle: Callable[[], Opening],
     ) -> Self:
-        """Wire the parts of one run. `lifecycle` returns what opens it, and is first called by the first event."""
+        """Wire the parts of one run.
+
+        `lifecycle` returns the object that opens it, and is first called at the first event.
+        """
         context = RunContext(run, policy)
         threads = ClientThreads(context)
         emission = Emission(context, threads, lambda: lifecycle().writer())

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenStack:
-    """Clients that train as one batch: one stretch of time, and one session for all."""
+    """Clients that train as one batch: one time span and one session for all of them."""
 
     stack: Stack
     scope: Scope
     token: Token[Scope | None]
     session: StackSession | None = None
-    device: Any = None  # of CUDA, if they train there and memory is watched
+    device: Any = None  # the CUDA device, if they train on one and memory is watched
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[tuple[Node, str]] = field(default_factory=set)
     at: float = field(default_factory=time.time)
@@ -48,9 +48,9 @@ class OpenStack:
 
 
 class Stacks:
-    """Opens, measures and closes a stack; `open` is the one that is open.
+    """Opens, measures and closes a stack; `open` is the open stack.
 
-    `kit` and `memory` are made when they are first needed, since they import torch. The other parameters are those of
+    `kit` and `memory` are created when first needed, since they import torch. The other parameters are those of
     `Clients`.
     """
 
@@ -83,19 +83,19 @@ class Stacks:
         return StackFit(preset.fit_percent, preset.fit_floor_rounds)
 
     def since(self) -> dict[Node, float]:
-        """When the clients of the open stack began, by client; empty without one."""
+        """Return when the clients of the open stack began, by client; empty if no stack is open."""
         opened = self.open
         return {} if opened is None else dict.fromkeys(map(node_name, opened.stack.nodes), opened.at)
 
     def at(self, node: Node) -> Scope | None:
-        """The scope of a client of the open stack; None for any other node."""
+        """Return the scope of a client of the open stack; None for any other node."""
         if self.open is None or node not in self.open.stack.nodes:
             return None
         group = self.open.stack.groups[self.open.stack.nodes.index(node)]
         return replace(self.open.scope, node=node, group=group)
 
     def begin(self, stack: Stack, inside: Scope | None) -> None:
-        """Open a stack inside of a scope, or of the caller's."""
+        """Open a stack inside a scope, or inside the caller's."""
         stack = self._guard("naming a stack of clients", lambda: _with_names(stack)) or stack
 
         def begin() -> None:
@@ -103,7 +103,7 @@ class Stacks:
                 text = f"A stack of {len(self.open.stack.nodes)} clients was still open."
                 self._emission.record.event(self.open.scope, "warning", "stack.unclosed", text)
                 self.end({})
-            # As a client: whatever is said in here, without a node, was said by the code of clients.
+            # As a client: records made in here without a node come from the code of clients.
             opened = self.open = OpenStack(stack, *self._scopes.enter(None, client=True, inside=inside))
             self._tell_unmeasured(opened.scope)
             self._guard("watching a stack of clients", lambda: self._watch(opened), opened.scope)
@@ -130,7 +130,7 @@ class Stacks:
             self.open.session.step(step, gradients)
 
     def end(self, failed: Mapping[Any, BaseException]) -> None:
-        """Close the open stack, if there is one; `failed`: who did not train to the end, and why."""
+        """Close the open stack, if any; `failed`: the clients that did not train to the end, and why."""
         opened, self.open = self.open, None
         if opened is None:
             return
@@ -140,7 +140,7 @@ class Stacks:
             self._scopes.leave(opened.scope, opened.token)
 
     def abandon(self) -> None:
-        """Close the open stack without a word."""
+        """Close the open stack without recording anything."""
         if self.open is not None:
             self._scopes.leave(self.open.scope, self.open.token)
         self.open = None
@@ -169,7 +169,7 @@ class Stacks:
         seconds = time.perf_counter() - opened.began
         for name, measure in {"time.client": seconds / clients, **memory}.items():
             columns.put(name, measure)
-        fit = columns.values_of("fit.loss_after")  # the loss of a client that logged none
+        fit = columns.values_of("fit.loss_after")  # used as the loss of a client that logged none
         losses = {row: loss for row, loss in fit.items() if (stack.nodes[row], "loss") not in opened.logged}
         columns.put("loss", [*losses.values()], np.array([*losses], np.intp))
         without = [row for row, node in enumerate(stack.nodes) if node in silent]
@@ -189,7 +189,7 @@ class Stacks:
     def _spans(
         self, opened: OpenStack, silent: set[Node], errors: Mapping[Node, BaseException], seconds: float, cost: float
     ) -> list[Span]:
-        """The Spans of all clients but the silent ones: each trained for as long as the whole stack."""
+        """Return the Spans of all clients except the silent ones; each trained for as long as the whole stack."""
         scope, stack = opened.scope, opened.stack
         parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
         attributes = [{"failed": failed, "stacked": len(stack.nodes), **parts} for failed in (False, True)]
@@ -206,7 +206,7 @@ class Stacks:
         ]
 
     def _tell_unmeasured(self, scope: Scope) -> None:
-        """Once: what a preset measures of clients that train alone, and not of these."""
+        """Report once which measurements of the preset are only made of clients that train alone."""
         from fedvitals.probes.stacked.session import unmeasured  # noqa: PLC0415 - imports torch
 
         names = () if self._told_unmeasured else unmeasured(self._kit)
@@ -216,7 +216,7 @@ class Stacks:
             self._emission.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
 
     def tell_growth(self, scope: Scope, resident: float | None) -> None:
-        """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
+        """If the process grows, record which tensors accumulate: those of all clients here, not of a single one."""
         from fedvitals.resources.leaks import CENSUS  # noqa: PLC0415 - imports torch
 
         grown = self._memory().grown(scope.round, resident) if self._profile else None
@@ -225,6 +225,6 @@ class Stacks:
 
 
 def _with_names(stack: Stack) -> Stack:
-    """The same stack, its nodes and groups by their texts."""
+    """Return the same stack with its nodes and groups as text."""
     nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
     return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))

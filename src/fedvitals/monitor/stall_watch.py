@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread beside the training that tells others that the run is alive, and reports a round that stands still.
+"""A thread beside the training that signals that the run is alive, and reports a round that stands still.
 
 A round stands still when it is longer than the run's own rounds let expect (`diagnosis.usual_length`) and nothing has
-happened for longer than is usual in its phase. The thread takes no lock that the training holds while it works, reads
-what the training notes in `Progress`, and ends with the run. It cannot run while C code holds the interpreter's lock.
+happened for longer than is usual in its phase. The thread reads what the training notes in `Progress`, takes no lock
+that the training holds while it works, and ends with the run. It cannot run while C code holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from fedvitals.resources.stack_requests import StackRequests
 from fedvitals.resources.thread_stacks import thread_stacks
 from fedvitals.transport.privacy import WORDS
 
-BEAT = 10.0  # seconds from one to the next
-PERIOD = 0.25  # seconds from one look to the next
-PAUSE = 5.0  # seconds without a look, from which on the whole process was stopped
+BEAT = 10.0  # seconds between two signs of life
+PERIOD = 0.25  # seconds between two checks
+PAUSE = 5.0  # seconds without a check, after which the whole process is taken to have been suspended
 SHORTEST = 5.0  # seconds: a shorter round is not called stalled
-OF_USUAL_ROUND = 0.9  # of it, that nothing has happened
-OF_LONGEST_SILENCE = 1.7  # times the longest that was seen in this phase
-NEW_PHASE = 4.0  # usual rounds, where the phase was never seen before
-AGAIN = 2.0  # times as long until a round that still stands is reported again
+OF_USUAL_ROUND = 0.9  # share of a usual round in which nothing has happened
+OF_LONGEST_SILENCE = 1.7  # times the longest silence seen in this phase
+NEW_PHASE = 4.0  # usual rounds, for a phase not seen before
+AGAIN = 2.0  # times as long until a round that is still stalled is reported again
 NODES_IN_EVENT = 200
 
 AwaitedSource = Callable[[], Awaited | None]
 
 
 class StallWatch:
-    """Watches one run from `start` to `stop`. Each may be called again, to no effect.
+    """Watches one run from `start` to `stop`; repeated calls have no effect.
 
-    `sources` say whom the round waits for; the first that knows counts. `on_finding` takes findings, on this thread;
-    None: only the sign of life is recorded.
+    `sources` return whom the round waits for; the first that knows decides. `on_finding` is called with findings, on
+    this thread; None: only the sign of life is recorded.
     """
 
     def __init__(self, spine: Spine, progress: Progress, on_finding: Callable[[Finding], None] | None) -> None:
@@ -51,8 +51,8 @@ class StallWatch:
         self.sources: list[AwaitedSource] = [progress.awaited]
         self._thread = PeriodicThread("fedvitals-watch", PERIOD, self._work)
         self._due = 0.0  # seconds of the open round after which it is reported again
-        self._requests: StackRequests | None = None  # for the stacks of clients in other processes
-        self._answers: dict[str, dict[str, str]] = {}  # those that were reported
+        self._requests: StackRequests | None = None  # for the stack traces of clients in other processes
+        self._answers: dict[str, dict[str, str]] = {}  # the answers already reported
 
     def start(self) -> None:
         """Start the thread, unless it was started or stopped before."""
@@ -100,7 +100,7 @@ class StallWatch:
             self._report(number, elapsed, silent, usual)
 
     def _ask(self) -> None:
-        """Ask clients in other processes of this machine where they are; what they answer is reported when it comes."""
+        """Ask clients in other processes of this machine for their stack traces; answers are reported on arrival."""
         if self._may_tell_clients_code():
             self._requests = self._requests or StackRequests(self._context.trace)
             self._answers = {}
@@ -114,7 +114,7 @@ class StallWatch:
         return self._context.policy.level >= WORDS and self._context.policy.tracebacks
 
     def _usual_silence(self, phase: str, usual: UsualLength) -> float:
-        """Seconds without an event from which on that is unusual in a phase."""
+        """Return the seconds without an event after which a phase is unusually silent."""
         seen = self._progress.silences.get(phase)
         if not seen:
             return NEW_PHASE * usual.seconds
@@ -141,7 +141,7 @@ class StallWatch:
             self._on_finding(stall_finding(stall))
 
     def _stacks(self) -> dict[str, dict[str, str]]:
-        """Return where the threads of this process are; where clients train in it, only if their words may be kept."""
+        """Return the stack traces of this process's threads; if clients train in it, only if their text may be kept."""
         threads = self._scopes.client_threads()
         if threads and not self._may_tell_clients_code():
             return {}

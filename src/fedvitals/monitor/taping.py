@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's tape: opened with the run, fed by the host or by the plain loop, and closed when all findings are in."""
+"""The run's tape: opened with the run, fed by the host or by a plain loop, closed once all findings have arrived."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedvitals.store import spill_folder
 
 
 class RunTape:
-    """A tape (`fv.Tape`) of one run, or none. `recorder` takes states once it is open; `loop` feeds a plain loop's.
+    """A tape (`fv.Tape`) of one run, or none. `recorder` takes states once it is open; `loop` records a plain loop's.
 
-    `store`: the tape lies beside it.
+    `store`: the store beside which the tape's files lie.
     """
 
     def __init__(self, tape: Any, store: str | os.PathLike[str] | None, spine: Spine) -> None:
@@ -31,11 +31,11 @@ class RunTape:
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
-        """The tape as a sink, since it keeps what is around findings; () where there is none."""
+        """The tape as a sink, since it keeps the states around findings; () if there is none."""
         return () if self._tape is None else (self._tape,)
 
     def open(self) -> None:
-        """Open the tape, where there is one."""
+        """Open the tape, if there is one."""
         if self._tape is not None:
             self._guard("opening the tape", self._open)
 
@@ -47,7 +47,7 @@ class RunTape:
             self.loop.open(self._tape, self._event)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until the tape has everything so far; return whether that happened in time."""
+        """Wait until the tape has everything so far; return whether it did in time."""
         return self.recorder is None or bool(self._guard("flushing the tape", lambda: self._tape.flush(timeout)))
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ class RunTape:
         self._as_server(lambda: self._emission.record.event(self._scopes.here(), level, name, message))
 
     def _file(self, record: Record) -> None:
-        """Record what the tape keeps, for the store's list of it."""
+        """Record what the tape keeps, so that the store can list it."""
         self._as_server(lambda: self._emission.emit(record))
 
     def _as_server(self, work: Callable[[], None]) -> None:
-        """Record in the server's name: the tape's own thread speaks for no client."""
+        """Record in the server's name: the tape's own thread acts for no client."""
         token = current.set(self._scopes.of_run(node="server", trace=self._context.trace))
         self._guard("telling of the tape", work)
         current.reset(token)
@@ -72,7 +72,7 @@ class RunTape:
     def _settle(self) -> None:
         """Wait until the store has this round and what the detectors find in it."""
         if self._flush_own():
-            self._flush_own()  # what they found in the meantime
+            self._flush_own()  # what the detectors found in the meantime
 
     def _flush_own(self) -> bool:
         return bool(self._guard("flush()", lambda: self._emission.flush(30.0, own=True)))

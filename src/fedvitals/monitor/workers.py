@@ -54,7 +54,7 @@ INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to thi
 
 
 class _WorkerRun:
-    """What a worker process keeps of a run between clients, so that tables are sent once."""
+    """What a worker process keeps of a run between clients, so that tables are only sent once."""
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.buffer = PayloadBuffer(worker.policy, worker.known)
@@ -69,7 +69,7 @@ class _WorkerRun:
         self.lifecycle = Lifecycle(self.spine, LostRecords(self.spine), lambda: self.buffer)
         nothing: list[Callable[..., None]] = [lambda *_: None] * 3  # the parent process takes updates and results
         self.clients = Clients(self.spine, LoopTape(), self.kit, *nothing, **worker.profiling())
-        # The process of the monitor tells its own stacks.
+        # The process of the monitor reports its own stack traces.
         allowed = worker.policy.level >= WORDS and worker.policy.tracebacks and worker.monitor_process != os.getpid()
         self.stacks = (
             StackAnswers(worker.trace, self._open_clients, self.spine.scopes.client_threads) if allowed else None
@@ -82,7 +82,7 @@ class _WorkerRun:
 
 @functools.lru_cache(maxsize=1)
 def _runs(_process: int) -> dict[tuple[str, PrivacyPolicy], _WorkerRun]:
-    """By run, and by what may leave: a message may be under a stricter rule than the one before.
+    """Return the runs of this process by run and privacy policy, since a message may be under a stricter policy.
 
     A forked child starts with none: what it inherited belongs to its parent.
     """
@@ -91,26 +91,26 @@ def _runs(_process: int) -> dict[tuple[str, PrivacyPolicy], _WorkerRun]:
 
 @dataclass(frozen=True)
 class WorkerObserver:
-    """Watches clients in a child process, by fork or spawn; made by `monitor.host.for_worker()`, and safe to pickle.
+    """Watches clients in a child process, by fork or spawn; created by `monitor.host.for_worker()`, and safe to pickle.
 
-    Hand it over with each task, or once per process. `payload()` gives what was recorded since the last time.
+    Pass it along with each task, or once per process. `payload()` returns what was recorded since the last call.
     """
 
     run: str
     name: str
-    preset: Preset | str  # a preset by its name is made where it is needed
+    preset: Preset | str  # a preset given by name is built where it is needed
     policy: PrivacyPolicy
     strict: bool
-    round: int | None  # that was open when this was made
+    round: int | None  # the round that was open when this was created
     trace: str
     span: str | None
-    known: frozenset[str]  # layer tables that the parent has
+    known: frozenset[str]  # layer tables that the parent already has
     initial: bytes | None  # the run's first model, float32
-    profile: bool = True  # whether to tell what a client's time went to
+    profile: bool = True  # whether to record what a client's time went to
     capture: Capture | None = None
     trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
-    turn: Turn = field(default_factory=Turn)  # whose turn it is to be measured
-    monitor_process: int | None = None  # the number of the process that made it for others
+    turn: Turn = field(default_factory=Turn)  # decides which clients are measured in this round
+    monitor_process: int | None = None  # the process id of the monitor that created it for others
 
     def profiling(self) -> dict[str, Any]:
         """The settings of the run that the clients of this process need."""
@@ -128,9 +128,10 @@ class WorkerObserver:
         group: AnyName | None = None,
         round_index: int | None = None,
     ) -> Iterator[WorkerObserver]:
-        """One client's local training, as `Monitor.client`.
+        """Watch one client's local training, like `Monitor.client`.
 
-        `round` is needed where this observer was made in an earlier round; without any, `absorb` fills in its own.
+        `round_index` is needed if this observer was created in an earlier round; without one, `absorb` fills in its
+        own.
         """
         worker_run = self._worker_run()
         with worker_run.clients.scope(self._begin(worker_run, name, model, data, group, loss, round_index)):
@@ -147,15 +148,15 @@ class WorkerObserver:
         loss: Callable[..., Any] | None = None,
         round_index: int | None = None,
     ) -> None:
-        """A client begins to train; as `client`, for hosts that cannot use `with`."""
+        """Open a client, like `client`, for hosts that cannot use `with`."""
         self._begin(self._worker_run(), node, model, data, group, loss, round_index)
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
-        """A client has trained; `outcome` is what its training raised."""
+        """Close a client that has trained; `outcome` is the exception that its training raised."""
         self._worker_run().clients.end_of(node, outcome)
 
     def stack_begin(self, stack: Stack, *, round_index: int | None = None) -> None:
-        """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
+        """Open clients that train as one batch; their records are those of `client_begin`, made at `stack_end`."""
         worker_run = self._worker_run()
         worker_run.guard("watching clients", worker_run.kit.prepare)
         worker_run.clients.begin_stack(stack, inside=self._inside(worker_run, round_index))
@@ -163,15 +164,15 @@ class WorkerObserver:
             worker_run.guard("looking for requests", worker_run.stacks.watch)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
-        """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
+        """Measure before an optimiser step: the clients' gradients, [clients, weights], valid only during the call."""
         self._worker_run().clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
-        """The batch of clients has trained; `failed`: who did not, and why."""
+        """Close the batch of clients; `failed`: the clients that failed, and why."""
         self._worker_run().clients.end_stack(failed)
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
-        """Metrics of your own, for the client that is open, or for a node that you name."""
+        """Record your own metrics, for the open client or for a node that you name."""
         self._worker_run().clients.log({**(values or {}), **more}, node)
 
     def transfer(
@@ -183,7 +184,7 @@ class WorkerObserver:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
-        """Record a message between two nodes, as `HostObserver.transfer`."""
+        """Record a message between two nodes, like `HostObserver.transfer`."""
         worker_run = self._worker_run()
         transfer = functools.partial(worker_run.clients.transfer, (sender, receiver, bytes, raw_bytes, seconds, kind))
         worker_run.guard("transfer()", transfer)
@@ -191,12 +192,12 @@ class WorkerObserver:
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Something that happened, as `HostObserver.event`."""
+        """Record an event, like `HostObserver.event`."""
         worker_run = self._worker_run()
         worker_run.guard("event()", lambda: worker_run.clients.event(level, name, message, node, data))
 
     def tell_layers(self, node: AnyName, family: str, matrix: Any, table: LayerTable) -> None:
-        """Statistics that a host computed of a node's layers, [layers, columns]."""
+        """Record statistics that a host computed of a node's layers, [layers, columns]."""
         worker_run = self._worker_run()
         results = Results(matrices=[(family, np.asarray(matrix), None)], tables={table.rows: table.digest})
 
@@ -207,9 +208,10 @@ class WorkerObserver:
         worker_run.guard("tell_layers()", tell)
 
     def payload(self, most: int | None = None) -> bytes:
-        """What was recorded in this process since the last time, for `HostObserver.absorb`.
+        """Return what was recorded in this process since the last call, for `HostObserver.absorb`.
 
-        `most`: bytes that it may have. It is then whole in itself, with the layers' names: the last one may be lost.
+        `most`: the maximum size in bytes. The payload is then self-contained, including layer names, as the last one
+        may be lost.
         """
         worker_run = self._worker_run()
         if most is not None:
@@ -217,17 +219,17 @@ class WorkerObserver:
         return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
     def restrict(self, level: int) -> None:
-        """Send at most what this privacy level allows of all that is recorded until the next `payload`."""
+        """Apply at most this privacy level to everything recorded until the next `payload`."""
         self._worker_run().buffer.restrict(level)
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
-        """The same, for clients of the round in which `HostObserver.headers` were made."""
+        """Return the same observer for clients of the round in which `HostObserver.headers` were created."""
         scope = arrived(headers, lambda _: None, run=self.run)
         return replace(self, round=scope.round, trace=scope.trace, span=scope.span)
 
     @contextlib.contextmanager
     def watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
-        """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
+        """Context in which the model of a client trains that was opened without it."""
         worker_run = self._worker_run()
         worker_run.guard("watching a client", worker_run.kit.prepare)
         with worker_run.clients.watching(node, model, data, loss):
@@ -245,7 +247,7 @@ class WorkerObserver:
         return opened
 
     def _inside(self, worker_run: _WorkerRun, number: int | None) -> Scope:
-        """The round's scope, as far as it is known here."""
+        """Return the round's scope, as far as it is known here."""
         own = None if number is None else worker_run.guard("opening a client", lambda: as_round_index(number))
         number = self.round if number is None else own
         span = self.span if number == self.round else None

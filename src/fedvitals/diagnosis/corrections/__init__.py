@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections: which exist, when they are tried, whether they helped."""
+"""Corrections: which ones exist, when they are tried, and whether they helped."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What helps against what: for each issue its corrections, the gentlest that can work first. Data; the host applies.
+"""Which corrections help against each issue, the gentlest first. Only data: the host applies them.
 
 | kind | target | arguments | meaning |
 | --- | --- | --- | --- |
@@ -30,7 +30,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import Correction, History
 from fedvitals.records import Action, Finding
 
-CLIENT_KINDS = ("quarantine", "reweight")  # lasting, about one client: temporary by nature
+CLIENT_KINDS = ("quarantine", "reweight")  # of one client, and only for a time
 RUN_KINDS = (
     "clip_gradients",
     "clip_updates",
@@ -44,22 +44,22 @@ RUN_KINDS = (
 )
 KINDS = ("exclude", *CLIENT_KINDS, *RUN_KINDS, "advise")
 OPT_IN_KINDS = ("stop_client_at_nonfinite",)
-ONE_ROUND_KINDS = ("roll_back", "resample")  # done in one round, not in force for many
-# Factors multiply; others cannot be doubled.
+ONE_ROUND_KINDS = ("roll_back", "resample")  # done once, rather than in force over several rounds
+# Kinds that may be in force more than once, because their factors multiply.
 CUMULATIVE_KINDS = ("client_rate", "server_rate", "shorten_local_training")
 
 PAPERS_CLIPPING = 1.0  # norm of each tensor, as in the study that this project continues
-UPDATE_ROOM = 2.0  # how much longer than the median an update may be
+UPDATE_ROOM = 2.0  # how many times the median length an update may have
 
 
 def finding_label(finding: Finding) -> str:
-    """Return how an action names the finding that it answers: the issue, and the client or group if there is one."""
+    """Return the label by which an action names its finding: the issue, and the client or group if there is one."""
     suspect = suspect_of(finding)
     return finding.issue if suspect is None else f"{finding.issue} {suspect}"
 
 
 def suspect_of(finding: Finding) -> str | None:
-    """Return the client or group that a finding is about; None: the run as a whole."""
+    """Return the client or group that a finding is about; None for the run as a whole."""
     if finding.where.node not in (None, "server"):
         return finding.where.node
     if finding.where.group is not None:
@@ -87,7 +87,7 @@ def _action(finding: Finding, kind: str, target: str | None = None, **arguments:
 
 
 def _on_suspect(kind: str, **arguments: Any) -> Correction:
-    """Return a correction of the client or group that a finding is about; None of a finding about the whole run."""
+    """Return a correction of the client or group that a finding is about; None for a finding about the whole run."""
 
     def correction(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
         suspect = suspect_of(finding)
@@ -110,7 +110,7 @@ halve_weight = _on_suspect("reweight", factor=0.5)
 clip_gradients = _on_run("clip_gradients", limit=PAPERS_CLIPPING)
 stop_client_at_nonfinite = _on_run("stop_client_at_nonfinite")
 trimmed_mean = _on_run("robust_aggregator", rule="trimmed_mean", fraction=0.2)
-roll_back = _on_run("roll_back")  # CorrectionTrials adds the round to restore: it knows the trend of the loss
+roll_back = _on_run("roll_back")  # CorrectionTrials fills in the round to restore, from the trend of the loss
 resample = _on_run("resample")
 server_slower, server_faster = _on_run("server_rate", factor=0.3), _on_run("server_rate", factor=4.0)
 client_slower = _on_run("client_rate", factor=0.3)
@@ -118,7 +118,7 @@ shorter = _on_run("shorten_local_training", factor=0.5)
 
 
 def weigh_like_others(finding: Finding, history: History) -> Action | None:
-    """Give the suspect the weight of a median client; half of its own where claimed sample counts are unknown."""
+    """Give the suspect the weight of a median client, or half of its own if claimed sample counts are unknown."""
     suspect = suspect_of(finding)
     claimed = history.latest("update.samples", finding.where.round or 0)
     others = [value for node, value in claimed.items() if node != suspect and math.isfinite(value)]
@@ -137,7 +137,7 @@ def clip_updates(finding: Finding, history: History) -> Action | None:
 
 
 def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Give people the remedies of the issue as text."""
+    """Return the issue's remedies as text for people."""
     known = ISSUES_BY_CODE.get(finding.issue)
     remedies = () if known is None else known.remedies
     text = " ".join(remedies) or "No correction is known: look at the numbers of the finding."
@@ -145,7 +145,7 @@ def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
 
 
 _OF_ONE_CLIENT = (quarantine, trimmed_mean, advise)
-_OF_DATA = (quarantine, halve_weight, trimmed_mean, advise)  # where leaving it out costs too much, half may help
+_OF_DATA = (quarantine, halve_weight, trimmed_mean, advise)  # if exclusion costs too much, half may help
 CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "DIVERGENCE": (server_slower, client_slower, clip_gradients, trimmed_mean, advise),
     "OSCILLATION": (server_slower, client_slower, shorter, advise),
@@ -156,8 +156,8 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     **dict.fromkeys(("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE"), _OF_DATA),
     **dict.fromkeys(("BYZANTINE", "STALE_UPDATE", "FREE_RIDER"), _OF_ONE_CLIENT),
     **dict.fromkeys(("WRONG_LEARNING_RATE", "FROZEN_LAYER", "UNUSUAL_CLIENT"), _OF_ONE_CLIENT),
-    "MISSING_CLASSES": (advise,),  # legitimate data, however rare: shutting it out would be the fault
-    "DUPLICATE_UPDATE": (halve_weight, advise),  # who copied whom cannot be seen
+    "MISSING_CLASSES": (advise,),  # legitimate data, however rare: excluding it would do the harm
+    "DUPLICATE_UPDATE": (halve_weight, advise),  # it is unknown which client copied
     "WRONG_SAMPLE_COUNT": (weigh_like_others, quarantine, advise),
     "NAN_WEIGHTS": (roll_back, clip_gradients, client_slower, advise),
     "NAN_UPDATE": (exclude, stop_client_at_nonfinite, advise),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of one run: suggests them, tries them out, keeps what helps and undoes what does not.
+"""Corrections of one run: suggests them, tries them, keeps those that help and undoes the others.
 
 Nothing is changed here: before each round, a host asks which actions are in force and applies them. Two rules keep this
 from harming a healthy run. A client is excluded only for a time, and readmitted at once if the loss rises. The run as a
@@ -33,31 +33,31 @@ from fedvitals.records import Action, Finding, Where
 from fedvitals.stats import Array
 
 FORGOTTEN = 20  # rounds after which a correction that did not help may be tried again
-HALVED = 0.7  # of the log loss: a run that has learnt as much as that does not need larger steps
-MOST_AWAY = 0.4  # share of the clients that may be shut out
+HALVED = 0.7  # of the log loss: a run that has learnt this much does not need larger steps
+MOST_AWAY = 0.4  # share of the clients that may be excluded
 BEGINNING = -(2**31)
-FIRST_MODEL = -1  # its checkpoint: as before round 0
-LONGEST_TRIAL = 4  # times the rounds of a trial, where the loss is told so rarely that nothing can be said earlier
+FIRST_MODEL = -1  # the checkpoint of the model before round 0
+LONGEST_TRIAL = 4  # times the rounds of a trial, if losses are logged too rarely to decide earlier
 
 
 @dataclass(slots=True)
 class ActiveCorrection:
-    """A correction in force, on trial or kept, and what is needed to judge it."""
+    """A correction in force, on trial or kept, and the state needed to judge it."""
 
     action: Action
     finding: Finding
     began: int  # the first round under it
     before: LossTrend
     term: int
-    restored: float | None = None  # loss of the checkpoint that it began from
+    restored: float | None = None  # loss of the restored checkpoint
     last_seen: int = 0  # the newest round with the finding
     kept: bool = False
-    kept_since: int = 0  # the round from which it is kept
-    trend_since: int = BEGINNING  # where the trend of the loss began before it
+    kept_since: int = 0  # the round in which it was kept
+    trend_since: int = BEGINNING  # where the trend of the loss began before this correction
 
     @property
     def raises(self) -> bool:
-        """Return whether it makes steps larger; corrections that do stay under watch after they are kept."""
+        """Return whether it makes steps larger; such corrections stay under watch after they are kept."""
         return float(self.action.arguments.get("factor", 0.0)) > 1
 
     @property
@@ -67,7 +67,7 @@ class ActiveCorrection:
 
 @dataclass
 class ComingRound:
-    """What is known before a round: how the global model did, and since when its loss may be seen as one trend."""
+    """What is known before a round: the global model's results, and the start of the current trend of its loss."""
 
     index: int
     model: ModelTrend
@@ -86,7 +86,7 @@ class ComingRound:
 
     @property
     def loss_trend(self) -> LossTrend:
-        """Return where the loss was going."""
+        """Return the trend of the loss."""
         return loss_trend_of(self.model.loss, self.index - 1, self.trend_since)
 
 
@@ -107,17 +107,17 @@ class CorrectionTrials:
         self._failed_in: dict[tuple[str, str], int] = {}  # (finding, kind) → round in which it proved useless
         self._relapses: dict[str, int] = {}
         self._numbers = itertools.count(1)
-        self._trend_since = BEGINNING  # the last restore: the loss before it says nothing about the trend after it
+        self._trend_since = BEGINNING  # the last restore; earlier losses do not belong to the trend after it
 
     # -- input -------------------------------------------------------------------------------------------------------
 
     def add_finding(self, finding: Finding) -> None:
-        """Take a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""
+        """Add a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""
         if self.policy.word(finding.issue) == "off":
             return
         round_index = finding.where.round or 0
         with self._lock:
-            # Not every host asks what is prescribed, and who asks wants to know of the round before only.
+            # A host may never ask what is prescribed, and one that does only needs the findings of the round before.
             for earlier in [r for r in self._new_findings if r < round_index - 1]:
                 del self._new_findings[earlier]
             self._new_findings.setdefault(round_index, []).append(finding)
@@ -143,7 +143,7 @@ class CorrectionTrials:
         return self._emit_status(action, "applied", round_index, why=why)
 
     def refused(self, action: Action, why: str) -> None:
-        """Note that the host cannot apply an action, so that the next correction of the same finding is tried."""
+        """Record that the host cannot apply an action, so that the finding's next correction is tried."""
         treatment = self._active.pop(str(action.arguments.get("id")), None)
         self._failed_in[action.finding, action.kind] = action.where.round or 0
         if treatment is not None:
@@ -153,7 +153,7 @@ class CorrectionTrials:
     # -- output -------------------------------------------------------------------------------------------------------
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
-        """Return the actions in force in the coming round, and which checkpoints are to be kept."""
+        """Return the actions in force in the coming round, and which checkpoints to keep."""
         history = self._history()
         coming = ComingRound(round_index, model_trend_of(history), history, self._trend_since)
         with self._lock:
@@ -170,7 +170,7 @@ class CorrectionTrials:
         return [checkpoint, *once, *(t.action for t in self._active.values() if t.action.kind not in ONE_ROUND_KINDS)]
 
     def _restart_trend(self, coming: ComingRound) -> None:
-        """Begin a new trend of the loss with the coming round, because it begins from an earlier model."""
+        """Begin a new trend of the loss with the coming round, because it starts from an earlier model."""
         self._trend_since = coming.trend_since = coming.index
 
     # -- keeping and undoing ------------------------------------------------------------------------------------------
@@ -190,20 +190,21 @@ class CorrectionTrials:
                 self._end(correction, coming, "Its time is over: admitted again, on probation.", helped=True)
             elif correction.raises and coming.best_if_worse is not None:
                 actions += self._undo(correction, coming, "The loss rose under it, later.")
-                break  # the newest first, and then see
+                break  # undo the newest first, then wait for the effect
         return actions
 
     def _judge_trial(
         self, correction: ActiveCorrection, together: Sequence[ActiveCorrection], coming: ComingRound
     ) -> list[Action]:
-        """Keep, undo or continue a trial. Clients excluded one after the other are judged together: each alone may
-        make no difference.
+        """Keep, undo or continue a trial.
+
+        Clients excluded one after the other are judged together, because each alone may make no difference.
         """
         first, watch = together[0], self.policy.watch
         losses = [loss for r, loss in sorted(coming.model.loss.items()) if first.began <= r < coming.index]
         verdict = judge_correction(first.before, losses, correction.restored, raising=correction.raises)
         if verdict == "worse" and coming.model.more_accurate(first.began, coming.index):
-            verdict = "better"  # a few samples got wrong with great certainty, for many got right
+            verdict = "better"  # a few confident mistakes raise the loss while accuracy rises
         rounds, waited = coming.index - together[-1].began, coming.index - first.began >= LONGEST_TRIAL * watch
         if verdict == "worse" and (len(losses) >= 2 or log_losses(losses[-1:])[0] == float("inf")):
             return self._undo(correction, coming, "The loss rose under it.")
@@ -217,7 +218,7 @@ class CorrectionTrials:
         return []
 
     def _undo(self, correction: ActiveCorrection, coming: ComingRound, why: str) -> list[Action]:
-        """End a correction; where the model is worse than it has been, restore the best one."""
+        """End a correction; if the model is clearly worse than before, restore the best one."""
         actions = []
         best = coming.best_if_worse
         if best is not None:
@@ -238,7 +239,7 @@ class CorrectionTrials:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     def _begin_trials(self, coming: ComingRound, new_findings: Sequence[Finding]) -> list[Action]:
-        """Start new trials: of clients first, since a client may be the cause; of the whole run one at a time."""
+        """Start new trials: clients first, since one may be the cause; then one at a time for the whole run."""
         certain = [f for f in new_findings if f.severity != "note" and f.confidence >= self.policy.confidence]
         actions: list[Action] = []
         for finding in sorted(certain, key=lambda f: (suspect_of(f) is None, -f.confidence)):
@@ -255,14 +256,14 @@ class CorrectionTrials:
         return actions
 
     def _next_action(self, finding: Finding, coming: ComingRound) -> Action | None:
-        """Return the first correction that may be tried and has not failed lately."""
+        """Return the first correction that may be tried and has not failed recently."""
         label = finding_label(finding)
         running = [t.action for t in self._active.values()]
         for action in corrections_for(finding, coming.history):
             tried = self._failed_in.get((label, action.kind))
             same = [a for a in running if (a.kind, a.target) == (action.kind, action.target)]
             if action.kind in CLIENT_KINDS and same:
-                return None  # it is being treated already, for this or for another finding
+                return None  # already being corrected, for this or another finding
             if self.policy.word(finding.issue, action.kind) != "auto" or action.kind in ("advise", "exclude"):
                 continue
             failed_lately = tried is not None and coming.index - tried < FORGOTTEN
@@ -279,7 +280,7 @@ class CorrectionTrials:
             self._refuse(action, coming.index, already)
             return
         if coming.loss_trend.rounds < FEWEST and not math.isinf(coming.loss_trend.level):
-            return  # nothing yet to compare with; the finding will come again
+            return  # nothing to compare with yet; the finding will recur
         relapses = self._relapses.get(action.finding, 0)
         self._relapses[action.finding] = relapses + 1
         self._start(action, finding, coming, term=self.policy.term * 2**relapses)
@@ -289,17 +290,17 @@ class CorrectionTrials:
         raising = float(action.arguments.get("factor", 0.0)) > 1
         early = loss_trend.end > float(max(log_losses([*coming.model.loss.values()]))) - HALVED
         if not (loss_trend.too_slow and early if raising else loss_trend.unhealthy):
-            return []  # it learns: nothing that is done to all of it could be told from harm
+            return []  # the run is learning, so harm could not be told from benefit
         best = None if raising else coming.best_if_worse
         if not raising and loss_trend.rounds >= FEWEST and coming.model.learnt_nothing:
-            best = FIRST_MODEL  # all that came after it is of no use
+            best = FIRST_MODEL  # every later model is useless
         if action.kind == "roll_back" and best is None:
             return []
         if best is not None:
             action = replace(action, arguments={**action.arguments, "restore": best})
         correction = self._start(action, finding, coming, term=0)
         if best is not None:
-            # From the first model it must learn: staying as good is not enough.
+            # Starting from the first model, it must learn: staying level is not enough.
             correction.restored = coming.model.loss.get(best)
             self._restart_trend(coming)
         return [correction.action] if action.kind in ONE_ROUND_KINDS else []
@@ -313,7 +314,7 @@ class CorrectionTrials:
         return correction
 
     def _refuse(self, action: Action, round_index: int, why: str) -> None:
-        """Emit once that an action was not begun, and why."""
+        """Emit once that an action was not started, and why."""
         if (action.finding, "refused") not in self._suggested:
             self._suggested.add((action.finding, "refused"))
             self._emit_status(action, "refused", round_index, why=why)
@@ -325,29 +326,29 @@ class CorrectionTrials:
         arguments = {**action.arguments, "by": "policy", **{k: v for k, v in more.items() if v is not None}}
         where = Where(self._run, round_index, action.target)
         current = replace(action, where=where, at=time.time(), arguments=arguments, status=status)
-        self._emit(replace(current))  # a copy: what is emitted gets an identity
+        self._emit(replace(current))  # a copy, because emitting assigns an identity
         return current
 
 
-# Did it help? A correction is judged by the path of the global loss, against the run's own trend before it.
+# Did it help? A correction is judged by the course of the global loss, against the run's own trend before it.
 #
-# Losses are compared as logarithms, so that halving counts the same early and late. A run that learns has a falling
-# line; whoever corrects it as a whole must beat that line, which a healthy run, learning ever more slowly, does not do.
+# Losses are compared as logarithms, so that halving counts the same early and late. The log loss of a run that learns
+# falls along a line; a correction of the whole run must beat that line, which a healthy, slowing run does not do.
 
 
-WINDOW = 5  # rounds before, from which the trend is taken
-FEWEST = 3  # rounds, under which there is no trend
-LEARNING = -0.005  # change of the log loss per round, above which a run does not learn
-ERRATIC = 0.15  # scatter about the line that no healthy run has
-RESTLESS, CALM = 0.05, 0.5  # scatter that could be calmed, and to which part of it
+WINDOW = 5  # rounds before the correction, from which the trend is fitted
+FEWEST = 3  # below this many rounds there is no trend
+LEARNING = -0.005  # change of the log loss per round, above which a run is not learning
+ERRATIC = 0.15  # scatter about the line beyond any healthy run
+RESTLESS, CALM = 0.05, 0.5  # scatter that may be reduced, and the fraction it must fall to
 BETTER = 0.03
 SMOOTH, CREEPING = 0.01, -0.1  # scatter and slope of a run whose steps are too small
-QUICKER = 1.5  # times as fast as before, at least, where larger steps are on trial
+QUICKER = 1.5  # times as fast as before, required when larger steps are on trial
 
 
 @dataclass(frozen=True, slots=True)
 class LossTrend:
-    """Where the log loss stood, where it was going, and how much it scattered; level inf: it was not finite."""
+    """Level, slope and scatter of the log loss; level inf: it was not finite."""
 
     level: float  # median of the last three
     end: float  # of the line
@@ -357,19 +358,19 @@ class LossTrend:
 
     @property
     def too_slow(self) -> bool:
-        """Learning, smoothly and in tiny steps: larger ones could be borne."""
+        """Return whether the loss falls smoothly but in tiny steps, so that larger steps are possible."""
         return self.rounds >= FEWEST and self.noise < SMOOTH and CREEPING < self.slope < 0
 
     @property
     def unhealthy(self) -> bool:
-        """Not learning, or by leaps and bounds. Too few rounds to say: not ill."""
+        """Return whether the run is not learning, or only erratically; False if there are too few rounds to tell."""
         if math.isinf(self.level):
             return True
         return self.rounds >= FEWEST and (self.slope > LEARNING or self.noise > ERRATIC)
 
 
 def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)) -> LossTrend:
-    """Of the newest rounds up to `until`, and not before `since`."""
+    """Return the trend of the newest rounds up to `until`, but not before `since`."""
     rounds = [round_index for round_index in sorted(losses) if since <= round_index <= until][-WINDOW:]
     if not rounds:
         return LossTrend(math.nan, math.nan, 0.0, 0.0, 0)
@@ -388,10 +389,10 @@ def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)
 def judge_correction(
     before: LossTrend, after: Sequence[float], restored: float | None = None, *, raising: bool = False
 ) -> str:
-    """«better», «worse» or «same»: the losses since, against the trend before.
+    """Return «better», «worse» or «same», for the losses since a correction against the trend before it.
 
-    `restored`: the loss of the checkpoint that the trial began from, where it did: it need only stay as good.
-    `raising`: larger steps are on trial, so the loss must fall faster than it did, however slow that was.
+    `restored`: the loss of the checkpoint that the trial started from, if it did; it only has to stay as good.
+    `raising`: larger steps are on trial, so the loss must fall faster than before, however slow that was.
     """
     values = log_losses(after)
     if not len(values) or math.isnan(before.level):
@@ -410,7 +411,7 @@ def judge_correction(
 
 
 def _helped(before: LossTrend, values: Array, *, raising: bool) -> bool:
-    """Below the line that the trend would have gone on, or much calmer than before; and not on the rise again."""
+    """Return whether the loss is below the continued trend, or much calmer than before, and not rising again."""
     if values[-1] > values.min() + WORSE:
         return False
     expected = before.end + min(before.slope, 0.0) * np.arange(1, len(values) + 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corrections of one round as a server applies them: to what clients send, and to the model that it begins from.
+"""The corrections of one round as a server applies them, to what clients send and to the model that it starts from.
 
-A server that does not own its clients' training code (a plain loop, Flower, NVFlare) can leave updates out, weigh them,
-cut them, average them by a robust rule, and go back to an earlier model. What would have to happen in the clients
-(gradient clipping, another learning rate) it refuses, with the reason.
+A server that does not own its clients' training code (a plain loop, Flower, NVFlare) can leave updates out, weight
+them, clip them, average them by a robust rule, and return to an earlier model. It refuses what would have to happen in
+the clients (gradient clipping, another learning rate), and gives the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CorrectionsInForce:
 
     quarantined: set[str] = field(default_factory=set)
     factors: dict[str, float] = field(default_factory=dict)  # of a client's weight
-    samples: dict[str, int] = field(default_factory=dict)  # instead of what it claims
+    samples: dict[str, int] = field(default_factory=dict)  # replaces the count that a client claims
     max_update_norm: float | None = None
     server_rate: float = 1.0
     robust: RobustRule | None = None
@@ -64,7 +64,7 @@ def server_rate(in_force: CorrectionsInForce, action: Action) -> None:
 
 
 def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
-    """Take a robust rule in place of the average."""
+    """Replace the average by a robust rule."""
     from fedvitals.kernels.ranked_means import median, trimmed_mean  # noqa: PLC0415 - imports torch
 
     rule = action.arguments.get("rule")
@@ -78,7 +78,7 @@ def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
 
 
 def roll_back(in_force: CorrectionsInForce, action: Action) -> None:
-    """Do nothing here: restoring the model is all."""
+    """Do nothing here: the model is restored elsewhere."""
 
 
 KINDS: Mapping[str, Callable[[CorrectionsInForce, Action], None]] = {
@@ -89,23 +89,23 @@ TENSOR_KINDS = ("clip_updates", "server_rate", "robust_aggregator")  # correctio
 
 
 class FollowedCorrections(Generic[Model]):
-    """Follows what is prescribed, round by round: `in_force` are the corrections of the round, `restored` the model
-    that it is to begin from, if that is an earlier one.
+    """Follows the prescribed actions round by round.
 
-    `observer` is told which actions cannot be applied, and why. `obstacle` returns why this server cannot apply an
-    action; None if it can.
+    `in_force` are the corrections of the round, `restored` the model to start from, if that is an earlier one.
+    `observer` is notified of actions that cannot be applied, and why. `obstacle` returns why this server cannot apply
+    an action, or None if it can.
     """
 
     def __init__(self, observer: Observer, obstacle: Callable[[Action], str | None]) -> None:
         self._observer, self._obstacle = observer, obstacle
-        self._checkpoints: dict[int, Model] = {}  # by the round after which the model was so
-        self._restored_by: set[str] = set()  # actions that have gone back already
+        self._checkpoints: dict[int, Model] = {}  # by the round after which this was the model
+        self._restored_by: set[str] = set()  # actions whose model has already been restored
         self._begun = False
         self.in_force = CorrectionsInForce()
         self.restored: Model | None = None
 
     def follow(self, actions: Iterable[Action], round_index: int, model: Model | None) -> None:
-        """Set the corrections of a round. `model`: the one that the round begins with, kept as a checkpoint."""
+        """Set the corrections of a round. `model`: the model it starts from, kept as a checkpoint."""
         self.in_force, self.restored = CorrectionsInForce(), None
         for action in actions:
             if action.kind == "checkpoint":
@@ -130,7 +130,7 @@ class FollowedCorrections(Generic[Model]):
         why = self._obstacle(action)
         if why is not None:
             raise ConfigError(why)
-        name = str(action.arguments.get("id", action.at))  # one that is in force for many rounds goes back once
+        name = str(action.arguments.get("id", action.at))  # an action in force for several rounds restores once
         if "restore" in action.arguments and name not in self._restored_by:
             round_index = int(action.arguments["restore"])
             if round_index not in self._checkpoints:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The global model's loss, and its accuracy where the host logs it, round by round.
 
-A loss may rise while the model learns, when a few samples are misclassified with great certainty. Which model was the
+A loss may rise while the model learns, when a few samples are misclassified with great confidence. Which model was the
 best, and whether it is lost, is therefore judged by the accuracy first.
 """
 
@@ -16,9 +16,9 @@ import numpy as np
 from fedvitals.protocols import History
 from fedvitals.stats import Array
 
-WORSE = 0.1  # of the log loss: a loss a tenth higher is worse, whatever the scatter
-POINTS = 0.05  # of accuracy: a difference that is none of chance
-GUESSING = 0.1  # above what the first model had, an accuracy is learnt
+WORSE = 0.1  # of the log loss: worse regardless of the scatter
+POINTS = 0.05  # of accuracy: a difference beyond chance
+GUESSING = 0.1  # an accuracy this far above the first model's has been learnt
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,17 @@ class ModelTrend:
 
     loss: Mapping[int, float]
     accuracy: Mapping[int, float] = field(default_factory=dict)
-    label_entropy: float | None = None  # what guessing would cost
+    label_entropy: float | None = None  # the loss of guessing
 
     def best_round(self, before: int) -> int | None:
-        """Return the round after which the model was best; of equals, the newest."""
+        """Return the round after which the model was best; the newest if several are."""
         known = {round_index: self._badness(round_index) for round_index in self.loss if round_index < before}
         return min(known, key=lambda round_index: (known[round_index], -round_index), default=None)
 
     def best_if_worse(self, before: int, since: int) -> int | None:
-        """Return the round of the best model if the newest models are clearly worse, else None. One bad round is not
-        enough.
+        """Return the round of the best model if the newest models are clearly worse, else None.
+
+        One bad round is not enough.
         """
         best = self.best_round(before)
         recent = [round_index for round_index in self.loss if max(since, before - 2) <= round_index < before]
@@ -55,13 +56,14 @@ class ModelTrend:
 
     @property
     def learnt_nothing(self) -> bool:
-        """Return whether loss and accuracy are where they were in the first round, and the loss no lower than by
-        guessing.
+        """Return whether loss and accuracy are where they were in the first round.
+
+        The loss must also be no lower than that of guessing.
         """
         if not self.loss:
             return True
         if self.label_entropy is None:
-            return False  # not known: it may have learnt in the first round all there is
+            return False  # unknown: the first round may have learnt everything there is
         rounds = sorted(self.loss)
         values = log_losses([self.loss[round_index] for round_index in rounds])
         guessing = float(np.log(max(self.label_entropy, 1e-8)))

@@ -79,5 +79,5 @@ class CorrectionPolicy:
 
 
 def correction_policy_of(cure: str | Mapping[str, str] | CorrectionPolicy) -> CorrectionPolicy:
-    """Return the policy that a setting of `cure=` stands for."""
+    """Return the policy for a value of `cure=`."""
     return cure if isinstance(cure, CorrectionPolicy) else CorrectionPolicy(cure)

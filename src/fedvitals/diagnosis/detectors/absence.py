@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of clients that do not answer: they have left, are not connected, or lose their messages.
+"""Detectors of clients that do not answer: they left, are not connected, or lose their messages.
 
-Three kinds of evidence, each judged by its own measure. What the host states (a node that is not connected) is a
-finding at once and until the client is back. What also happens to healthy clients now and then (being away when asked,
-losing a message) is one only when it happens to a client too often to be chance, by the rate of the others. A client
-that is missing without a word is one only where everybody else takes part in every round, and where the cohort became
-smaller without it: with partial participation, not being asked is no drop-out.
+Three kinds of evidence, each with its own threshold. A statement of the host (a node is not connected) is a finding at
+once and until the client is back. Events that healthy clients also have now and then (being away when asked, losing a
+message) become a finding only when they happen to a client too often to be chance, given the rate of the others. A
+client that is missing silently is a finding only if all others take part in every round and the cohort shrank without
+it: under partial participation, not being asked is not a drop-out.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fedvitals.diagnosis.history_cutoff import state_of
 from fedvitals.protocols import History, Node
 from fedvitals.records import Event, Finding, Suspect
 
-CHANCE = 1e-5  # of so many failures in a client's calls, at the others' rate; each round looks at every client again
-FEWEST = 2  # calls in a row, before anything is said
-UNKNOWN = 50  # calls without trouble that are taken for granted: of a few rounds no rate is known
-USUAL = 0.1  # rate of the others from which trouble is the network's way, and a note is enough
-SILENT_ROUNDS = 3  # rounds without a word, where all others take part
-STEADY = 0.8  # of the newest cohorts' clients that took part in each of them
+CHANCE = 1e-5  # of so many failed calls of a client, at the others' rate; every round tests every client again
+FEWEST = 2  # failed calls in a row before a finding
+UNKNOWN = 50  # successful calls assumed in advance, because a few rounds do not establish a rate
+USUAL = 0.1  # rate of the others from which failures are normal for the network, and a note is enough
+SILENT_ROUNDS = 3  # silent rounds, while all others take part
+STEADY = 0.8  # share of the newest cohorts' clients that took part in all of them
 MOST_SUSPECTS = 20
-MOST_PARTITIONS = 1 << 53  # a client may say anything
+MOST_PARTITIONS = 1 << 53  # a client may report any number
 
 
 def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
@@ -79,7 +79,7 @@ def frequent_failures(
 ) -> Iterator[Finding]:
     """Report clients to which an event happens far more often than to the others, this round included.
 
-    `until_back`: also in rounds in which the client is not asked, until a call of it succeeds.
+    `until_back`: also in rounds in which the client is not asked, until one of its calls succeeds.
     """
     since_when = rounds_until(history, round_index)[:1] if until_back else [round_index]
     if not since_when or not history.events(name, since_when[0]) or everyone_failed(history, round_index):
@@ -87,7 +87,7 @@ def frequent_failures(
     calls = calls_by_client(history, round_index, (name,))
     wrong = {node: sum(client_calls.wrong) for node, client_calls in calls.items()}
     asked = {node: len(client_calls.wrong) for node, client_calls in calls.items()}
-    # The others without those who are struck as hard: two clients that have left must not hide each other.
+    # The rate of the others excludes those that fail as often: two clients that left must not hide each other.
     for node, client_calls in calls.items():
         asked_now = until_back or client_calls.rounds[-1] == round_index
         if not client_calls.wrong[-1] or not asked_now or wrong[node] < FEWEST:
@@ -117,29 +117,29 @@ def frequent_failures(
 
 @dataclass(slots=True)
 class Connection:
-    """Whether a client is connected, by its host's word."""
+    """Whether a client is connected, according to its host."""
 
     away_since: int | None = None
     back: tuple[int, int] | None = None  # the first round of the absence before, and the round of the return
 
     def follow(self, event: Event, round_index: int) -> None:
-        """Take the next event about the client."""
+        """Apply the next event about the client."""
         if event.name == "client.connected":
             if self.away_since is not None:
                 self.back, self.away_since = (self.away_since, round_index), None
         elif self.away_since is None:
-            # Connected again, and away as soon as it was asked: it was never back.
+            # Reconnected, but away as soon as it was asked: it was never really back.
             again = self.back is not None and round_index - self.back[1] <= 1
             self.away_since = self.back[0] if again and self.back is not None else round_index
 
 
 def connections(history: History, round_index: int) -> dict[Node, Connection]:
-    """Return the connection of each client that was away at some time, by the host's word, up to this round."""
+    """Return the connection of each client that was away at some time, according to the host, up to this round."""
     stated = [
         event
         for name in ("client.disconnected", "client.dropped_out", "client.connected")
         for event in history.events(name)
-        # The lab's clients that are not there when asked have no code: it asks them again.
+        # The lab's clients that miss a call have no code: the lab asks them again.
         if event.name != "client.dropped_out" or "code" in event.data
     ]
     known: dict[Node, Connection] = {}
@@ -150,7 +150,7 @@ def connections(history: History, round_index: int) -> dict[Node, Connection]:
 
 
 def _disconnected(history: History, round_index: int, away: Mapping[Node, int]) -> Iterator[Finding]:
-    """Report the clients that are not connected: one by one, or as one case where they are more than half."""
+    """Report disconnected clients one by one, or as one case if more than half are disconnected."""
     if not away or everyone_failed(history, round_index):
         return
     known = {*attendance_up_to(history, round_index).clients, *away}
@@ -164,38 +164,38 @@ def _disconnected(history: History, round_index: int, away: Mapping[Node, int]) 
     for node, since in away.items():
         usual = len(returned - {node}) / max(len(known) - 1, 1)
         text = f"{node} has not been connected since round {since}, as the server reports."
-        severity = "note" if usual > USUAL else None  # where clients come and go, this is no alarm
+        severity = "note" if usual > USUAL else None  # where clients come and go, this is not an alarm
         number = Number("clients", 0.0, 1.0, of="own past")
         yield finding(
             "DROP_OUT", round_index, text, confidence=1.0, since=since, node=node, severity=severity, numbers=[number]
         )
 
 
-# -- who is missing without a word ------------------------------------------------------------------------------------
+# -- silently missing clients ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class ClientRounds:
-    """The rounds in which one client was asked, by their place in the run: the first, the last, and how many."""
+    """The rounds in which one client was asked, as positions in the run: the first, the last, and how many."""
 
     first: int
     last: int
     count: int = 0
-    identity: str = ""  # what it says it is, in words: «partition 3»; empty where it says nothing
+    identity: str = ""  # what it claims to be, in words: «partition 3»; empty if it claims nothing
 
 
 class Attendance:
-    """Who was asked in which rounds, and who has been missing since when; filled round by round, in order."""
+    """Which clients were asked in which rounds, and since when clients are missing; filled round by round, in order."""
 
     def __init__(self) -> None:
         self.clients: dict[Node, ClientRounds] = {}
-        self.missing: dict[Node, int] = {}  # the last round of those that are missing without a word
+        self.missing: dict[Node, int] = {}  # the last round of clients that are silently missing
         self._rounds: list[int] = []
         self._sizes: list[int] = []  # of the cohorts
-        self._newest: list[set[Node]] = []  # cohorts: those in which somebody may be missing, and the one before
+        self._newest: list[set[Node]] = []  # the newest cohorts, in which a client may be missing, and the one before
 
     def follow(self, round_index: int, cohort: set[Node], identities: Mapping[Node, str]) -> None:
-        """Take the next round's cohort, and what its clients say they are."""
+        """Add the next round's cohort, and what its clients claim to be."""
         place = len(self._rounds)
         self._rounds.append(round_index)
         self._sizes.append(len(cohort))
@@ -209,10 +209,10 @@ class Attendance:
             self.missing |= dict.fromkeys(self._newly_missing(), self._rounds[place - SILENT_ROUNDS])
 
     def successors(self, nodes: Collection[Node]) -> dict[Node, Node]:
-        """Return those of the nodes in whose place another one came, each with the newest that says it is the same.
+        """Return the nodes that were replaced, each with the newest node that claims the same identity.
 
-        It came after the last round of the one that it replaces: a client that is there already cannot take the place
-        of one that is away.
+        A replacement appears after the last round of the node it replaces: a client that is already there cannot take
+        the place of one that is away.
         """
         by_identity: dict[str, list[Node]] = {}
         for node, seen in self.clients.items() if nodes else ():
@@ -231,11 +231,11 @@ class Attendance:
 
     @property
     def newest_round(self) -> int | None:
-        """The last round that was taken."""
+        """The last round added."""
         return self._rounds[-1] if self._rounds else None
 
     def _newly_missing(self) -> list[Node]:
-        """Return who took part up to the round before the newest ones, where everybody else takes part in all."""
+        """Return clients that took part until the newest rounds, if all others take part in every round."""
         before, *newest = self._newest
         steady, present = set.intersection(*newest), set.union(*newest)
         absent = before - present
@@ -249,7 +249,7 @@ class Attendance:
         rounds = own.last - own.first + 1
         smallest_before = min(self._sizes[max(own.first, own.last - 9) : own.last + 1])
         if own.count < 0.9 * rounds or max(self._sizes[-SILENT_ROUNDS:]) >= smallest_before:
-            return False  # a cohort of the same size: another client was asked in its place
+            return False  # a cohort of the same size: another client was asked instead
         others = [c for other, c in self.clients.items() if other != node and other not in self.missing]
         asked = sum(len(self._rounds) - other.first for other in others)
         away = asked - sum(other.count for other in others)
@@ -275,7 +275,7 @@ def attendance_up_to(history: History, round_index: int) -> Attendance:
 
 
 def _identity(event: Event) -> str:
-    """Return what a client says it is, in words; empty where it says nothing that can be compared."""
+    """Return what a client claims to be, in words; empty if it claims nothing that can be compared."""
     partition, digest = event.data.get("partition"), event.data.get("name_digest")
     if type(partition) is int and 0 <= partition < MOST_PARTITIONS:
         return f"partition {partition}"
@@ -283,17 +283,17 @@ def _identity(event: Event) -> str:
 
 
 def _silent_clients(history: History, round_index: int) -> dict[Node, int]:
-    """Return the clients that are missing without a message, each with the last round in which it took part."""
+    """Return the silently missing clients, each with the last round in which it took part."""
     missing = attendance_up_to(history, round_index).missing
     if not missing:
         return {}
     departed = _departed(history, round_index)
-    departed |= {event.where.node for event in history.events(OUTSIDE_ROUND)}  # never was part of a round
+    departed |= {event.where.node for event in history.events(OUTSIDE_ROUND)}  # it never was part of a round
     return {node: last for node, last in missing.items() if node not in departed}
 
 
 def _departed(history: History, round_index: int) -> set[Node | None]:
-    """Return the clients that have left the federation as planned, and have not joined it again."""
+    """Return the clients that left the federation as planned and have not rejoined it."""
     newest: dict[Node | None, tuple[int, bool]] = {}
     for left, name in ((False, "client.joined"), (True, "client.left")):
         for event in history.events(name):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors of problems of low-rank adapters, from what the server measures of them (`probes.adapters.watch`).
 
-Each needs what it judges to be known: where the aggregation is no weighted mean, or a client's α/r is not told, nothing
-is said.
+Each abstains if what it judges is unknown: if the aggregation is not a weighted mean, or a client does not report α/r.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 from fedvitals.stats import Array
 
-KEPT = 0.5  # of the energy above the smallest rank; a mean over those who have these directions keeps nearly all
-BIASED, BIASED_ROUNDS = 0.5, 2  # of the mean of products, by which the aggregated product differs; rounds in a row
-SAME_SCALE = 0.01  # relative difference of two α/r that are meant to be one
+KEPT = 0.5  # of the energy above the smallest rank; a mean over the clients that have these directions keeps nearly all
+BIASED, BIASED_ROUNDS = 0.5, 2  # relative error of the aggregated product against the mean of products; rounds in a row
+SAME_SCALE = 0.01  # relative difference of two α/r that are intended to be equal
 DEAD_ROUNDS = 2
-SHOWN = 3  # clients or layers in one sentence
+SHOWN = 3  # clients or layers named in one sentence
 
 
 def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
@@ -57,7 +56,7 @@ def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
 def aggregation_bias(history: History, round_index: int) -> Iterator[Finding]:
     """ADAPTER_AGGREGATION_BIAS: the product of the averaged factors is far from the average of the products.
 
-    Where ranks differ, either of the two averages will do. Nothing is said where another α/r explains it.
+    With different ranks, agreement with either of the two averages is enough. Abstains if different α/r explain it.
     """
     if _scale_groups(history, round_index):
         return
@@ -110,14 +109,14 @@ def scale_mismatch(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
-    """DEAD_ADAPTER: adapters that no client has moved in several rounds, while others move."""
+    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change."""
     rounds = rounds_until(history, round_index, DEAD_ROUNDS)
     dead: list[set[str]] = []
     for past_round in rounds:
         layers, moved = _server_column(history, "moved", past_round)
         known = ~np.isnan(moved)
         if not (moved[known] > 0).any():
-            return  # nothing moves: that is another problem
+            return  # nothing changes: that is another problem
         dead.append({name for name, count in zip(layers, moved, strict=True) if count == 0})
     names = sorted(set.intersection(*dead)) if len(dead) == DEAD_ROUNDS else []
     if names:
@@ -130,14 +129,14 @@ def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _product_error(history: History, round_index: int) -> float | None:
-    """Return the smaller of the errors against the two averages; None where there is none."""
+    """Return the smaller of the errors against the two averages; None if there is none."""
     names = ("adapter.product_error", "adapter.product_error_by_rank")
     known = [value for name in names if (value := _of_server(history, name, round_index)) is not None]
     return min(known) if known else None
 
 
 def _scale_groups(history: History, round_index: int) -> list[tuple[float, list[Node]]]:
-    """Return the different α/r of a round, each with its nodes, the most common first; none where all are one."""
+    """Return the different α/r of a round, each with its nodes, the most common first; empty if all are equal."""
     scales = {node: value for node, value in history.latest("adapter.scale", round_index).items() if value > 0}
     groups: list[tuple[float, list[Node]]] = []
     for node, scale in sorted(scales.items(), key=lambda entry: entry[1]):
@@ -161,13 +160,13 @@ def _of_server(history: History, name: str, round_index: int) -> float | None:
 
 
 def _past_number(history: History, name: str, round_index: int) -> list[Number]:
-    """Return a metric of the server now, beside its first value."""
+    """Return a metric of the server, with its first value as the usual one."""
     values = newest_values(history.series(name, SERVER), round_index, 1000)
     return [Number(name, values[-1][1], values[0][1], of="first rounds")] if values else []
 
 
 def _since(history: History, name: str, round_index: int, holds: Callable[[float], bool]) -> int:
-    """Return the first of the rounds in a row, up to this one, in which a metric of the server is as it is now."""
+    """Return the first round of the unbroken stretch, up to this one, in which a metric of the server `holds`."""
     since = round_index
     for past_round, value in reversed(newest_values(history.series(name, SERVER), round_index, 1000)):
         if not holds(value):
@@ -177,7 +176,7 @@ def _since(history: History, name: str, round_index: int, holds: Callable[[float
 
 
 def _server_column(history: History, column: str, round_index: int) -> tuple[tuple[str, ...], Array]:
-    """Return the adapters' names and one of the server's columns of them; nothing where they are not measured."""
+    """Return the adapters' names and one of the server's columns of them; empty if they are not measured."""
     layers = history.layers("update.adapters")
     nodes, values = history.across("update.adapters", (column,), round_index) if layers else ([], np.zeros((0, 0, 1)))
     if SERVER not in nodes:

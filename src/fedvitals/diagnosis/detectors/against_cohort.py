@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detector of updates that point against all others, or became many times as large among them.
+"""Detector of updates that point against all others, or have become many times as large as before.
 
-It needs nothing but updates: where all other clients pull the same way with similar force, and went on doing so, one
-that pulls the other way, or many times as hard as it used to, is told apart by that alone. Of 15,500 healthy rounds of
-the fault bank's `healthy-tune` it named nobody.
+It needs only updates: if all other clients pull in the same direction with similar strength, and continue to, one that
+pulls in the opposite direction, or many times as hard as before, is identified by that alone. It named no client in
+15,500 healthy rounds of the fault bank's `healthy-tune`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-FEWEST = 4  # clients: fewer have no majority to be compared with
+FEWEST = 4  # clients: fewer have no majority to compare with
 REVERSED = -0.4  # cosine to the others, up to which an update points the other way
-AGREEING = 0.2  # cosine of each of the others, from which they agree
+AGREEING = 0.2  # cosine of each of the others, above which they agree
 SCALED = 4.0  # times its own usual size among the others
-SIMILAR = 3.0  # between the largest and the smallest of the others
-PAST = 2  # earlier rounds of a client that tell its usual size
+SIMILAR = 3.0  # ratio of the largest to the smallest of the others
+PAST = 2  # earlier rounds of a client that establish its usual size
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A client's update among the others' of its round."""
+    """A client's update relative to the others of its round."""
 
     cosine: float  # to the mean direction of the others
     size: float  # as a multiple of the others' median
@@ -53,10 +53,10 @@ class _Place:
 
 
 def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
-    """BYZANTINE: updates that are reversed, or were scaled at some time; where the client trained what it sent,
-    LABEL_NOISE or WRONG_LEARNING_RATE.
+    """BYZANTINE: updates that are reversed, or have become far larger.
 
-    Found in the second of its rounds, since one odd round may be chance. Clients that another rule names are left out.
+    If the client trained what it sent, LABEL_NOISE or WRONG_LEARNING_RATE. Reported in the second such round, since one
+    odd round may be chance. Clients named by another rule are left out.
     """
     places = [(r, _places(history, r)) for r in rounds_until(history, round_index)] if history.rounds() else []
     if not places or not places[-1][1]:
@@ -82,7 +82,7 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
         issue, kind = oddity.trained_as if by_training else ("BYZANTINE", oddity.kind)
         same_labels = data.labels_unchanged_since(node, oddity.since) or predicts_texts(history, round_index)
         if issue == "LABEL_NOISE" and same_labels:
-            continue  # it trains as it did, on other data than the others
+            continue  # it trains as before, on other data than the others
         yield finding(
             issue,
             round_index,
@@ -99,7 +99,7 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Oddity:
-    """What is odd about an update, since when, and what that means if the client trained it or did not."""
+    """What is odd about an update, since when, and the issue if the client trained it or did not."""
 
     text: str
     since: int
@@ -110,15 +110,16 @@ class _Oddity:
 
 
 def _may_be_training(history: History, node: Node, oddity: _Oddity, round_index: int) -> bool:
-    """Return whether learning rate, momentum, steps or gradients may explain how much a client's update grew: they
-    explain at least half of it, or are not known.
+    """Return whether learning rate, momentum, steps or gradients may explain how much a client's update grew.
+
+    They may if they explain at least half of it, or are unknown.
     """
     explained = 1.0
     for name in ("optimizer.learning_rate", "optimizer.momentum", "steps", "gradient.norm"):
         rounds, values = history.series(name, node)
         own = [(r, v) for r, v in zip(rounds, values, strict=True) if r <= round_index and math.isfinite(v)]
         before, now = ([v for r, v in own if (r < oddity.since) == is_past] for is_past in (True, False))
-        if name == "optimizer.momentum":  # m adds up to 1 / (1 - m) steps; not every optimiser has one
+        if name == "optimizer.momentum":  # with momentum m, steps add up to 1 / (1 - m); not every optimiser has it
             before, now = ([1 / max(1 - v, 1e-3) for v in part] or [1.0] for part in (before, now))
         if not before or not now or min(before) <= 0:
             return True
@@ -148,9 +149,9 @@ def _scaled(now: _Place, since: int, usual: float) -> _Oddity:
 
 
 def _size_before(own: Sequence[tuple[int, _Place]]) -> tuple[float, list[int]]:
-    """Return a client's usual size among the others, and the rounds since which it is many times that.
+    """Return a client's usual relative size, and the rounds since which it is many times that.
 
-    There are no such rounds unless at least two came before them, and all after them are as large.
+    There are none unless at least two rounds precede them and all later ones are as large.
     """
     comparable = [(r, place.size) for r, place in own if place.others_similar]
     before: list[float] = []
@@ -167,7 +168,7 @@ def _size_before(own: Sequence[tuple[int, _Place]]) -> tuple[float, list[int]]:
 
 @shared
 def _places(history: History, round_index: int) -> Mapping[Node, _Place]:
-    """Return every client's update among the others'; empty where too few are known, or updates are transformed."""
+    """Return every client's update relative to the others; empty if too few are known, or updates are transformed."""
     norms = {n: v for n, v in history.latest("update.norm", round_index).items() if 0 < v < np.inf}
     if len(norms) < FEWEST or transformation(history, round_index):
         return {}

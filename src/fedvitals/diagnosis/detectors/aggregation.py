@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of aggregation problems: exploding weights, a client that dominates, clients that are not served.
+"""Detectors of aggregation problems: exploding weights, a client that dominates, clients the model does not serve.
 
 Clients differ by nature, in size and in data. «Dominant» and «left behind» therefore mean more than the usual
 differences of this cohort: a gap that no healthy partition shows, or a sudden change against the client's own past.
@@ -28,26 +28,26 @@ GROWN = 4.0  # times the norm before these rounds
 LARGE_GAP = 3.0  # times the next smaller claim; healthy partitions show up to 2
 LARGE = 5.0  # times the median
 JUMP = 5.0  # times the client's own first claim
-REPEATED = 0.5  # share of repeated samples, from which a client's size is not what it has to tell
-FEW_KNOWN = 5  # claims below which nobody is «large»
+REPEATED = 0.5  # share of repeated samples, above which a client's size overstates its information
+FEW_KNOWN = 5  # claims below which no client counts as «large»
 
-LASTING = 3  # participations in a row, before clients count as left behind
+LASTING = 3  # consecutive participations before clients count as left behind
 FAR = 4.0  # robust standard deviations
-BEHIND = 0.08  # of the median loss: less is no harm
+BEHIND = 0.08  # of the median loss: less does no harm
 LOW_LOSS = 0.1  # nats: below, relative differences mean nothing
-ALIKE = 0.05  # median distance of the clients' losses from theirs, up to which clients hold the same sort of data
-UNLIKE = 0.2  # from which clients have little in common
+ALIKE = 0.05  # median distance of the clients' losses from their median, up to which clients hold similar data
+UNLIKE = 0.2  # above which clients have little in common
 HARMFUL = 0.1  # of the first loss, by which the model must serve a group worse: a converged model has hardly any loss
 LEAST_GROUP, MOST_GROUP = 2, 0.4  # clients; share of the cohort
-CHANGES, BEFORE = (3, 5, 8), 4  # participations since a change that are looked at, and before it
+CHANGES, BEFORE = (3, 5, 8), 4  # participations examined since a change, and before it
 FEWER_CLASSES = 0.2  # nats of the labels' entropy
-FAIR_SHARE = 0.12  # of the cohort, that must have changed together
-# Robust standard deviations, by how many must have changed.
+FAIR_SHARE = 0.12  # of the cohort, which must have changed together
+# Robust standard deviations, by how many clients must have changed.
 RISEN, RISEN_MANY, RISEN_UNLIKE = ({2: 9.0, 3: 5.5}, 3.8, 8.0)
 
 WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least this share of the layers
 BUFFER_SIGNS = ("min", "max", "nans", "infs")
-INHERITED = 10  # rounds that an update may have been under way since its client was sent a broken model
+INHERITED = 10  # rounds that an update may have been in transit since its client was sent a broken model
 
 
 def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
 def _loss_fell(history: History, since: int, round_index: int) -> bool:
     """Return whether the loss fell meanwhile: weights that began too small may grow fast without harm.
 
-    Where the host logs none, the median client's on its own samples.
+    If the host logs none, the median loss of the clients on their own samples is used.
     """
     curve = loss_curve(history, round_index)
     losses = [value for past_round, value in zip(curve.rounds, curve.values, strict=True) if past_round >= since]
@@ -81,9 +81,9 @@ def _loss_fell(history: History, since: int, round_index: int) -> bool:
 def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
     """DOMINANT_CLIENT: a client whose true number of samples outweighs the others by far more than usual.
 
-    Where the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead. A note where the client's data are
-    known to be that many, since federations of very different sizes are usual; unless they became that many within the
-    run, or most of them are repeated.
+    If the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead. It is a note if the client's data are
+    known to be that many, since sizes often differ widely; unless they became that many within the run, or most of them
+    are repeated.
     """
     claims = history.latest("update.samples", round_index)
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
@@ -112,7 +112,7 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _repeated_samples(history: History, round_index: int) -> dict[Node, float]:
-    """Return the share of repeated samples of the clients of whose data they are most, as few others have them."""
+    """Return the share of repeated samples of clients whose data mostly repeat, unless many others' do too."""
     newest = data_sketches(history, round_index).newest
     shares = {node: sketch.scalars.get("duplicates", 0.0) for node, sketch in newest.items()}
     usual = float(np.median([*shares.values()])) if shares else 0.0
@@ -120,9 +120,7 @@ def _repeated_samples(history: History, round_index: int) -> dict[Node, float]:
 
 
 def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
-    """Return the few largest clients, where the next smaller one is smaller by a factor that no healthy partition
-    shows.
-    """
+    """Return the few largest clients above a gap in size that no healthy partition shows."""
     order = sorted(known, key=lambda node: -known[node])
     for place in range(min(len(order) // 3, len(order) - 1), 0, -1):
         if known[order[place - 1]] > LARGE_GAP * max(known[order[place]], 1.0):
@@ -131,10 +129,9 @@ def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
 
 
 def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
-    """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits far worse than the others',
-    persistently.
+    """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits persistently far worse.
 
-    Either they are apart from all others, where these are alike, or since a sudden change that the others do not show.
+    They differ either from all others, if these are alike, or since a sudden change that the others do not show.
     """
     now = _excess(history, round_index)
     if sum(off > BEHIND for off, _ in now.values()) < LEAST_GROUP:
@@ -179,9 +176,7 @@ def _first_loss(history: History) -> float:
 
 
 def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Iterable[Node]) -> bool:
-    """Return whether the group's labels are more one-sided than the others'; then non-IID data explain it, not a
-    fault.
-    """
+    """Return whether the group's labels are more one-sided than the others', so that non-IID data explain it."""
     entropies = {node: history.series("label.entropy", node)[1][-1:] for node in cohort}
     inside = [entropies[node][0] for node in group if entropies[node]]
     outside = [value[0] for node, value in entropies.items() if value and node not in group]
@@ -190,9 +185,7 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
 
 @shared
 def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
-    """Return how much higher than the median each client's loss on the received model is: relatively, and in robust
-    deviations.
-    """
+    """Return how far above the median each loss on the received model is: relatively, and in robust deviations."""
     losses = {
         node: value for node, value in history.latest("fit.loss_before", round_index).items() if math.isfinite(value)
     }
@@ -217,10 +210,9 @@ def _clients_apart(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]
 
 
 def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> dict[Node, float]:
-    """Return the clients whose newest participations all lie above those before, by far more than the others' moved
-    meanwhile.
+    """Return the clients whose newest participations all exceed the earlier ones, far more than others' moved.
 
-    With fewer than a fair share of the cohort the change must be larger: of many clients one or two always move.
+    With fewer than a fair share of the cohort the change must be larger: among many clients one or two always move.
     """
     rises, clear = {}, set()
     for node, values in excess_by_client.items():
@@ -228,7 +220,7 @@ def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]
         newest, before = offs[-lasting:], offs[-lasting - BEFORE : -lasting]
         if len(before) >= LASTING:
             rises[node] = float(np.median(newest) - np.median(before))
-            sudden = newest[0] - before[-1] > rises[node] / 2  # not little by little, as rare classes fall behind
+            sudden = newest[0] - before[-1] > rises[node] / 2  # sudden, not gradual as with rare classes
             if newest.min() > before.max() and rises[node] > BEHIND / 2 and sudden:
                 clear.add(node)
     if len(rises) < FEW_KNOWN + 1:
@@ -238,7 +230,7 @@ def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]
     wanted = max(LEAST_GROUP, int(np.ceil(FAIR_SHARE * len(rises))))
     limit = RISEN.get(wanted, RISEN_MANY)
     unlike = float(np.median(np.abs([values[-1][0] for values in excess_by_client.values()])))
-    if unlike > UNLIKE:  # clients that have little in common move by themselves
+    if unlike > UNLIKE:  # the losses of clients with little in common move anyway
         limit = max(limit, RISEN_UNLIKE) if wanted > LEAST_GROUP else np.inf
     risen = {node: float(scores[node]) for node in clear if scores[node] > limit}
     return risen if len(risen) >= wanted else {}
@@ -252,7 +244,7 @@ def _spread(values: Array) -> float:
 def running_statistics(history: History, round_index: int) -> Iterator[Finding]:
     """BATCH_NORM_STATISTICS: running variances that are negative, not finite, or far wider than the peers'.
 
-    Clients are not reported once the global model's were broken in an earlier round: they train what they are sent.
+    Clients are not reported once the global model's were broken in an earlier round: they train on what they are sent.
     """
     layers = history.layers("buffer")
     rows = [i for i, name in enumerate(layers) if name.endswith("running_var")]
@@ -288,12 +280,12 @@ def running_statistics(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _broken(sums: Array, rows: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Return of each node whether a buffer is not finite, or a running variance (`rows`) negative."""
+    """Return for each node whether a buffer is not finite, or a running variance (`rows`) is negative."""
     return np.asarray((sums[..., 2:] > 0).any((1, 2)) | (sums[:, rows, 0] < 0).any(1))
 
 
 def _sent_broken(history: History, round_index: int, rows: Sequence[int]) -> bool:
-    """Return whether the global model's buffers were broken after one of the rounds before."""
+    """Return whether the global model's buffers were broken after a recent round."""
     for past_round in rounds_until(history, round_index - 1, INHERITED):
         nodes, sums = history.across("buffer", BUFFER_SIGNS, past_round)
         server = [i for i, node in enumerate(nodes) if node == SERVER]
@@ -303,7 +295,7 @@ def _sent_broken(history: History, round_index: int, rows: Sequence[int]) -> boo
 
 
 def _medians(peers: Array) -> Array:
-    """Return the median of each layer over the peers; NaN where fewer than three report it."""
+    """Return the median of each layer over the peers; NaN if fewer than three report it."""
     known = np.count_nonzero(~np.isnan(peers), axis=0) >= 3
     usual = np.full(peers.shape[1], np.nan)
     usual[known] = np.nanmedian(peers[:, known], axis=0)

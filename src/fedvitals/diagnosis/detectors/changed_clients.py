@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of clients that changed against their own past, without anything learnt (`evidence.own_past`)."""
+"""Detectors of clients that changed relative to their own past, without learnt evidence (`evidence.own_past`)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
 AFTERMATH = 5  # rounds for which a model suffers from an altered update
-SURE = 0.9  # that a lasting change which the peers do not share is a fault
+SURE = 0.9  # that a lasting change not shared by the peers is a fault
 
 
 def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE: the model fits a client's own samples far worse than before, but not its peers'; of texts, which
-    have no labels, UNUSUAL_CLIENT.
+    """LABEL_NOISE: the model fits a client's own samples far worse than before, but not its peers'.
 
-    Nobody is named while another client sends something else than it trained: what that does to the model, some clients
-    feel more than others. Nor is a client whose labels are known not to have changed: then it is the model that did.
+    UNUSUAL_CLIENT for texts, which have no labels. No client is named while another sends something other than it
+    trained, because that damages the model for some clients more than for others; nor is a client whose labels are
+    known not to have changed, because then the model changed.
     """
     changes = changed_loss_clients(history, round_index)
     if not changes:
@@ -52,13 +52,13 @@ def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def changed_loss_clients(history: History, round_index: int) -> dict[Node, ClientChange]:
-    """Return the clients whose losses rose for good, before or after their training."""
+    """Return the clients whose losses rose permanently, before or after their training."""
     after = OWN_PASTS.up_to(history, round_index, LOSS_AFTER).changes
     return after | OWN_PASTS.up_to(history, round_index, LOSS).changes
 
 
 def _recently_altered(history: History, round_index: int) -> set[Node]:
-    """Return the clients that sent something else than they trained, or far larger updates than before, lately."""
+    """Return the clients that recently sent something other than they trained, or far larger updates than before."""
     rounds = rounds_until(history, round_index, AFTERMATH)
     altered: set[Node] = set()
     for past_round in rounds:
@@ -69,9 +69,9 @@ def _recently_altered(history: History, round_index: int) -> set[Node]:
 
 
 def _enlarged(history: History, round_index: int) -> dict[Node, ClientChange]:
-    """Return the clients whose updates became larger, measured by what they trained where that is known."""
+    """Return the clients whose updates became larger, relative to what they trained if that is known."""
     drifts = history.latest("weight.drift", round_index)
-    trained = {node for node, drift in drifts.items() if 0 < drift < math.inf}  # a number that is none hides nobody
+    trained = {node for node, drift in drifts.items() if 0 < drift < math.inf}  # NaN and infinity hide no client
     sizes = OWN_PASTS.up_to(history, round_index, SIZE).changes
     return {
         **{node: change for node, change in sizes.items() if node not in trained},
@@ -80,7 +80,7 @@ def _enlarged(history: History, round_index: int) -> dict[Node, ClientChange]:
 
 
 def changed_sizes(history: History, round_index: int) -> Iterator[Finding]:
-    """BYZANTINE: a client's updates became several times as large, and it is not known that it trained them so."""
+    """BYZANTINE: a client's updates became several times as large, with no evidence that it trained them so."""
     trend = LOCATOR.trend_up_to(history, round_index)
     for node, change in _enlarged(history, round_index).items():
         if node in exact_relations(history, round_index) or trend.is_explained(node):
@@ -118,7 +118,7 @@ def _change_finding(
 
 
 def located_clients(history: History, round_index: int) -> set[Node]:
-    """Return the clients that the learnt evidence accuses in this round: it also tells the kind of their fault."""
+    """Return the clients that the learnt evidence accuses in this round; it also names the kind of fault."""
     trend = LOCATOR.trend_up_to(history, round_index)
     probable = (node for node in trend.suspected_kinds if trend.probability(node) >= likely_limit(trend))
     return {*probable, *trend.altered_since} if trend.scores is not None else set()

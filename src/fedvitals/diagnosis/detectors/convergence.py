@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors of convergence problems: divergence, oscillation, slow progress, plateaus, overfitting, client drift.
 
-A loss curve alone cannot tell a problem from the zigzag of a few dissimilar clients. Each rule therefore also asks for
-the mechanism: how far the server steps compared with what its clients agree on (known exactly from sums, see
-`server_step`), whether a client's update undoes its own last one, and whether clients finish their own task inside a
-round while the global model is far from it.
+A loss curve alone cannot tell a problem from the zigzag of a few dissimilar clients. Each rule therefore also tests the
+mechanism: how far the server steps along what its clients agree on (known exactly from sums, see `server_step`),
+whether a client's update undoes its own last one, and whether clients finish their own task within a round while the
+global model is far from it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 from fedvitals.stats import Array
 
-# Learning by heart: the same model on the samples it was trained with and on those kept back, client by client.
+# Overfitting: the same model on training samples and on held-out samples, client by client.
 #
-# A client's `fit.loss_before` and its `local.loss` of the round before are of one and the same global model. Taken in
-# pairs, what clients differ by cancels; what is left is the gap between known and unknown samples.
+# A client's `fit.loss_before` and its `local.loss` of the round before are of the same global model. In pairs, the
+# differences between clients cancel; what is left is the gap between known and unknown samples.
 
-KNOWN = 0.92  # loss on known samples against unknown ones
+KNOWN = 0.92  # loss on known samples relative to unknown ones
 SURE = 2.0  # standard errors of the gap, in each of two rounds
-BY_HEART = 0.65  # what training leaves of the loss on own samples
-STEPS_PER_SAMPLE = 2.0  # each sample is then seen twice per sample of a batch, in one round
+BY_HEART = 0.65  # fraction of the loss on own samples that remains after training
+STEPS_PER_SAMPLE = 2.0  # each sample is then seen twice per round and sample of a batch
 FEWEST = 3  # pairs
 LOOK_BACK = 12  # rounds; the fit is measured when time allows
 
 
 def overfitting(history: History, round_index: int) -> Iterator[Finding]:
-    """In the last two rounds where it was measured, the newest of them this one."""
+    """OVERFITTING, from the two newest rounds in which it was measured, the last of them this one."""
     steps, samples = client_median(history, "steps", round_index), client_median(history, "samples", round_index)
     if not samples > 0 or not steps / samples >= STEPS_PER_SAMPLE:
         return
@@ -68,7 +68,7 @@ def overfitting(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_table(history: History, round_index: int) -> Array | None:
-    """[clients, 3]: loss on known samples, on unknown ones, and on the known after local training."""
+    """Return [clients, 3]: loss on known samples, on unknown ones, and on the known ones after local training."""
     known, trained = history.latest("fit.loss_before", round_index), history.latest("fit.loss_after", round_index)
     unknown = history.latest("local.loss", round_index - 1)
     pairs = [(known[n], unknown[n], trained[n]) for n in known if n in unknown and n in trained]
@@ -84,28 +84,28 @@ def _is_overfitted(gap: Array) -> bool:
 
 
 WINDOW = 6  # rounds over which a curve is judged
-CERTAIN = 0.95  # R² from which one rate explains the server's step in all layers
-STEADY = 1.1  # and by how much that rate may change from round to round
-OVERSHOOT = 1.3  # rate from which the server goes farther than its clients
-AGREED = 0.2  # cosine to one's own previous update, above which clients keep telling the same
-CREEP = 0.35  # rate below which it takes hardly any of it
-RUNAWAY = 2.0  # loss against the best so far ...
-ABOVE_START = 1.25  # ... and against the first
-LOST = 0.5  # of what was learnt: more, and the model is being lost
-RISE = 0.1  # of the loss, against the best so far: enough where the server is known to overshoot
-UNDONE = 0.0  # cosine to one's own previous update, below which the rounds undo each other
+CERTAIN = 0.95  # R² above which one rate explains the server's step in all layers
+STEADY = 1.1  # factor by which that rate may change between rounds
+OVERSHOOT = 1.3  # rate above which the server goes farther than its clients
+AGREED = 0.2  # cosine to a client's own previous update, above which its direction has not changed
+CREEP = 0.35  # rate below which the server takes hardly any of the step
+RUNAWAY = 2.0  # loss relative to the best so far ...
+ABOVE_START = 1.25  # ... and to the first
+LOST = 0.5  # of what was learnt: beyond this the model is being lost
+RISE = 0.1  # of the loss above the best so far: enough if the server is known to overshoot
+UNDONE = 0.0  # cosine to a client's own previous update, below which rounds undo each other
 TURNING = 0.8  # the same, below which an overshooting server begins to show
-FLAT = 0.01  # share of the loss that a plateau gains over the window
-LEARNT = 0.3  # of the first loss: below, slow progress is no trouble
-LONG = 12  # rounds without progress, before that alone is worth a note
-FINISHED = 0.05  # last step's gradient against the largest: the client's own task is done
-FAR = 0.5  # of a blind guess's loss: the whole is not
+FLAT = 0.01  # share of the loss gained over the window on a plateau
+LEARNT = 0.3  # of the first loss: below this, slow progress is harmless
+LONG = 12  # rounds without progress, after which that alone is worth a note
+FINISHED = 0.05  # last step's gradient relative to the largest: the client's own task is done
+FAR = 0.5  # of a blind guess's loss: the global task is not done
 
 
 def _steady_server_steps(history: History, round_index: int, count: int) -> list[ServerStep]:
     """Return the server's steps of the newest rounds; empty unless one steady rate explains all of them.
 
-    Momentum at the server makes every step a different mixture of the past; no rate is steady then.
+    With server momentum every step mixes past updates differently, so no rate is steady.
     """
     rounds = range(max(1, round_index - count + 1), round_index + 1)
     steps = [server_step(history, past_round) for past_round in rounds]
@@ -124,13 +124,11 @@ def _rate_numbers(rates: list[ServerStep]) -> list[Number]:
     return [Number("the server's step against the clients' mean", rates[-1].rate, 1.0, of="limit")] if rates else []
 
 
-# -- running away and swinging ----------------------------------------------------------------------------------------
+# -- divergence and oscillation --------------------------------------------------------------------------------------
 
 
 def divergence(history: History, round_index: int) -> Iterator[Finding]:
-    """DIVERGENCE: a loss that is not a number, far above its best and its first value, or rising because the server
-    overshoots.
-    """
+    """DIVERGENCE: a loss that is NaN, far above its best and its first value, or rising as the server overshoots."""
     losses = loss_curve(history, round_index)
     if not len(losses) or losses.rounds[-1] != round_index:
         return
@@ -176,15 +174,13 @@ def _divergence_finding(
 
 
 def _is_lost(losses: MetricCurve) -> bool:
-    """Return whether the newest loss has lost at least half of what was learnt, or is not a number."""
+    """Return whether the newest loss has given up at least half of what was learnt, or is not a number."""
     known = losses.values[np.isfinite(losses.values)]
     return not np.isfinite(losses.values[-1]) or bool(known[-1] - known.min() >= LOST * (known[0] - known.min()))
 
 
 def oscillation(history: History, round_index: int) -> Iterator[Finding]:
-    """OSCILLATION: a loss that goes up and down while rounds undo each other, or a server that overshoots and begins
-    to.
-    """
+    """OSCILLATION: a loss that goes up and down while rounds undo each other, or a server that begins to overshoot."""
     losses = loss_curve(history, round_index)
     measured = len(losses) > 2 and losses.rounds[-1] == round_index and bool(np.isfinite(losses.values).all())
     before, turned = (
@@ -194,9 +190,9 @@ def oscillation(history: History, round_index: int) -> Iterator[Finding]:
     swings = measured and _swings(losses)
     worse = measured and float(losses.values[-1]) > (1 + RISE) * float(losses.values[:-1].min())
     rising = measured and float(losses.values[-1]) > float(losses.values[-2])
-    undone = before < UNDONE and turned < UNDONE  # False where it is NaN
+    undone = before < UNDONE and turned < UNDONE  # False for NaN
     if undone and transformation(history, round_index) is not None:
-        undone = False  # noise, or another choice of values in each round: not what the clients trained
+        undone = False  # noise, or a new selection of values in each round, rather than training
     if not (rates and (swings or rising or turned < TURNING)) and not (undone and (swings or worse)):
         return
     text = f"The {losses.name} swings" if swings else "The rounds begin to undo each other"
@@ -226,18 +222,18 @@ def _swings(losses: MetricCurve) -> bool:
     return int(turns.sum()) >= 3
 
 
-# -- creeping and standing still --------------------------------------------------------------------------------------
+# -- slow progress and plateaus --------------------------------------------------------------------------------------
 
 
 def slow_progress(history: History, round_index: int) -> Iterator[Finding]:
-    """SLOW_PROGRESS: the server takes only a small part of the step its clients agree on, and much is left to learn."""
+    """SLOW_PROGRESS: the server takes only a small part of the step its clients agree on, with much left to learn."""
     losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
     if rates and not _is_flat(losses):
         yield _slow_finding("SLOW_PROGRESS", losses, rates, round_index)
 
 
 def plateau(history: History, round_index: int) -> Iterator[Finding]:
-    """PLATEAU: the same where nothing moves any more; or, as a note, no progress for many rounds at a high loss."""
+    """PLATEAU: short server steps and nothing changes; or, as a note, many rounds without progress at a high loss."""
     losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
     if rates and _is_flat(losses):
         yield _slow_finding("PLATEAU", losses, rates, round_index)
@@ -261,9 +257,7 @@ def plateau(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _short_steps(history: History, round_index: int) -> list[ServerStep]:
-    """Return the server's last steps if all are far too short although clients keep sending the same direction; else
-    [].
-    """
+    """Return the last server steps if all are far too short and clients keep sending the same direction; else []."""
     rates = _steady_server_steps(history, round_index, 2)
     losses = loss_curve(history, round_index).values
     much_left = not len(losses) or bool(losses[-1] > LEARNT * losses[0])
@@ -288,19 +282,17 @@ def _slow_finding(issue: str, losses: MetricCurve, rates: list[ServerStep], roun
     return finding(issue, round_index, text, confidence=0.95, since=round_index - 1, numbers=numbers)
 
 
-# -- learning by heart and pulling apart ------------------------------------------------------------------------------
+# -- overfitting and client drift ------------------------------------------------------------------------------------
 
 
 def client_drift(history: History, round_index: int) -> Iterator[Finding]:
-    """CLIENT_DRIFT: clients finish their own tasks inside two rounds in a row, while the averaged model cannot do
-    them.
-    """
+    """CLIENT_DRIFT: clients finish their own tasks two rounds in a row, but the averaged model cannot do them."""
     losses, layers = loss_curve(history, round_index), layer_profile(history, round_index)
     if layers is None or len(losses) < 2 or losses.rounds[-1] != round_index:
         return
     finished = [_finished_share(history, past_round) for past_round in (round_index - 1, round_index)]
     far = losses.last(2).min() > FAR * layers.chance
-    if not far or not max(finished) < FINISHED:  # NaN is no finish
+    if not far or not max(finished) < FINISHED:  # NaN does not count as finished
         return
     moved = client_median(history, "weight.update_ratio", round_index)
     yield finding(
@@ -321,9 +313,7 @@ def client_drift(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _finished_share(history: History, round_index: int) -> float:
-    """Return the last step's gradient over the largest, as the median over the clients; NaN where steps are not
-    measured.
-    """
+    """Return the last step's gradient over the largest, median over the clients; NaN if steps are not measured."""
     last, largest = history.latest("gradient.norm_last", round_index), history.latest("gradient.norm_max", round_index)
     ratios = [last[node] / largest[node] for node in last if largest.get(node, 0.0) > 0]
     return float(np.median(ratios)) if ratios else float("nan")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of updates that were not trained: a copy of a peer's update, or the server's own last step, possibly with
-noise.
+"""Detectors of updates that were not trained: a copy of a peer's update, or the server's own last step.
 
-From two equal updates it cannot be seen who copied. The pair is reported, and one client is named only where something
-else distinguishes the two: a peer that changes from round to round, or telemetry that contradicts what the client sent.
+Either may have noise added. Two equal updates do not show which client copied. The pair is reported, and one client is
+named only if something else distinguishes the two: a peer that changes from round to round, or telemetry that
+contradicts what the client sent.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
-# Cosine to the server's last step, sent back: where telemetry tells that something else was trained, else.
+# Cosine to the server's last step: if telemetry shows that something else was trained, and otherwise.
 STEP, STEP_UNSEEN = 0.94, 0.99
-FEWEST_UNLIKE = 3  # others that are unlike the step, from which a client's own word does not count against that
+FEWEST_UNLIKE = 3  # other clients that are unlike the step, above which a client's own telemetry cannot clear it
 
 Pair = tuple[Node, Node]
 
 
 def duplicates(history: History, round_index: int) -> Sequence[Finding]:
-    """DUPLICATE_UPDATE: pairs of clients that send the same, or nearly the same, update."""
+    """DUPLICATE_UPDATE: pairs of clients that send the same update, or nearly so."""
     return _duplicates(history, round_index)
 
 
@@ -75,7 +75,7 @@ def _duplicate_findings(history: History, round_index: int) -> Iterator[Finding]
 
 @shared
 def _equal_pairs(history: History, round_index: int) -> list[Pair]:
-    """Return pairs of equal updates, unless nobody of those who sent them trained it: they did not copy each other."""
+    """Return pairs of equal updates, except those that none of their senders trained: these did not copy each other."""
     colluding = exact_relations(history, round_index)
     return [
         (nodes[0], other)
@@ -87,7 +87,7 @@ def _equal_pairs(history: History, round_index: int) -> list[Pair]:
 
 @shared
 def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]:
-    """Return pairs of nearly equal updates, the copy first where telemetry tells, with their cosine."""
+    """Return pairs of nearly equal updates with their cosine, the copy first if telemetry shows which it is."""
     altered, exact = clients_with_altered_updates(history, round_index), exact_relations(history, round_index)
     pairs: dict[Pair, float] = {}
     for nodes, cosine in nearly_equal_updates(history, round_index).items():
@@ -101,9 +101,7 @@ def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]
 
 
 def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | None:
-    """Return the likelier copy of a pair: its update is not what it trained, or its peer changes from round to
-    round; else None.
-    """
+    """Return the likelier copy of a pair: its update is not what it trained, or its peer changes between rounds."""
     altered = clients_with_altered_updates(history, round_index) & {*pair} or untrained_among(
         history, round_index, pair
     )
@@ -148,7 +146,7 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
         if node in copies or node in exact_relations(history, round_index):
             continue
         others = [value for other, value in steps.items() if other != node and other not in altered]
-        certain = cosine > STEP_UNSEEN and node in altered  # whatever the others', and were there none
+        certain = cosine > STEP_UNSEEN and node in altered  # regardless of the others, or if there are none
         if (len(others) < 2 and not certain) or nearest.get(node, 0.0) > cosine + 1e-3:
             continue
         if node in unaltered and (len(others) < FEWEST_UNLIKE or _decides(history, round_index, node)):
@@ -166,6 +164,6 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
 
 
 def _decides(history: History, round_index: int, node: Node) -> bool:
-    """Return whether a client had half of the weight in the last step, so that this was its own update."""
+    """Return whether a client had half of the weight in the last step, so that the step was largely its own update."""
     claims = history.latest("update.samples", round_index)
     return 2 * claims.get(node, 0.0) >= sum(claims.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of wrong data, from what clients tell of their own samples (`evidence.suspect_data`)."""
+"""Detectors of faulty data, from what clients report of their own samples (`evidence.suspect_data`)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-CHANGED, DEVIATES = 0.97, 0.93  # probability of a fault: by what changed, and by comparison with peers
-FLIP_DEVIATES = 0.85  # of a flipped class by comparison: 51 of 53 clients of `tune-wide` that are named so have one
-NAMED = 0.95  # that the kind of fault is the one named
-WORSE = 1.15  # times the others' loss, from which a group is badly served
+CHANGED, DEVIATES = 0.97, 0.93  # probability of a fault: by a change, and by comparison with peers
+FLIP_DEVIATES = 0.85  # the same for a flipped class: 51 of 53 clients of `tune-wide` named this way have one
+NAMED = 0.95  # probability that the kind of fault is the one named
+WORSE = 1.15  # times the others' loss, above which a group is badly served
 
 
 def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE: a client whose samples are unlike those of its peers, or were
-    changed, in a way that such a fault explains.
+    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE: a client whose samples differ from its peers', or changed.
+
+    Only in a way that such a fault explains.
     """
     relations = exact_relations(history, round_index)
     for node, suspect in examine_data(history, round_index).suspects.items():
         if node in relations and relations[node].kind not in HARMLESS:
-            continue  # what is done to its updates is known exactly, and worse
+            continue  # the alteration of its updates is known exactly, and worse
         compared = FLIP_DEVIATES if suspect.kind == "label_flip" else DEVIATES
         probability = compared if suspect.change is None else CHANGED
         yield finding(
@@ -48,7 +49,7 @@ def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def group_with_other_inputs(history: History, round_index: int) -> Iterator[Finding]:
-    """GROUP_LEFT_BEHIND: several clients whose inputs look otherwise, and whom the global model serves worse."""
+    """GROUP_LEFT_BEHIND: several clients whose inputs look different, and whom the global model serves worse."""
     group = examine_data(history, round_index).group
     losses = history.latest("fit.loss_before", round_index)
     theirs = [losses[node] for node in group if math.isfinite(losses.get(node, math.nan))]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors of rounds that end without a new model: nothing was aggregated, and why.
 
-Where every client failed, this is the one case; what happened to each client stands in it, and no detector reports the
+If every client failed, this is the one case; it contains what happened to each client, and no detector reports the
 clients one by one.
 """
 
@@ -22,9 +22,9 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Suspect
 
-LASTING = 3  # rounds in a row without a new model, from which training has come to a stop
+LASTING = 3  # consecutive rounds without a new model, after which training has stopped
 MOST_SUSPECTS = 20
-WORDS = {  # of failures whose event names no exception
+WORDS = {  # for failures whose event names no exception
     "client.dropped_out": "not there",
     "client.failed": "an error",
     "update.lost": "update lost on the way",
@@ -49,16 +49,16 @@ def no_weight(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _claim_nothing(history: History, round_index: int) -> bool:
-    """Return whether everybody who took part claims 0 samples: what one client claims is no word for the others."""
+    """Return whether every participant claims 0 samples; one client's claim does not count for the others."""
     claims = history.latest("update.samples", round_index)
     return bool(claims) and not any(claims.values()) and all(n in claims for n in clients_of(history, round_index))
 
 
 def nothing_aggregated(history: History, round_index: int) -> Iterator[Finding]:
-    """NOTHING_AGGREGATED: a round gave no new model, with the reason as far as it is known.
+    """NOTHING_AGGREGATED: a round produced no new model, with the reason as far as it is known.
 
-    A note where nobody failed, because then the strategy itself chose to wait. Critical once training has stopped: for
-    several rounds in a row, or from the first round on.
+    A note if no client failed, because then the strategy itself chose to wait. Critical once training has stopped: for
+    several consecutive rounds, or from the first round on.
     """
     if not _is_empty(history, round_index) or _claim_nothing(history, round_index):
         return
@@ -84,12 +84,12 @@ def nothing_aggregated(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _is_empty(history: History, round_index: int) -> bool:
-    """Return whether a round gave no new model."""
+    """Return whether a round produced no new model."""
     return bool(events_in(history, round_index, "aggregation.failed")) or everyone_failed(history, round_index)
 
 
 def _since(history: History, round_index: int) -> int:
-    """Return the first of the rounds without a new model that lead up to this one without a break."""
+    """Return the first of the consecutive rounds without a new model that end with this one."""
     since = round_index
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if not _is_empty(history, past_round):
@@ -100,7 +100,7 @@ def _since(history: History, round_index: int) -> int:
 
 def _reason(history: History, round_index: int) -> str:
     secure = _secure_failure(history, round_index)
-    if secure is not None:  # the server's own words
+    if secure is not None:  # in the server's own words
         return f"secure aggregation failed: {secure.message.rstrip('.')}"
     failed, answered = failed_calls(history, round_index), answered_of(history, round_index)
     kinds = Counter(_kind(event) for event in failed.values())
@@ -114,7 +114,7 @@ def _reason(history: History, round_index: int) -> str:
 
 
 def _kind(event: Event) -> str:
-    """Return what happened to a client, in a few words; of an exception only its class, see `system.failures`."""
+    """Return in a few words what happened to a client; only the class of an exception, see `system.failures`."""
     exception = event.data.get("exception") if event.name == "client.failed" else None
     return WORDS.get(event.name, event.name) if exception is None else str(exception)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of updates that are exactly something else than their client trained (`evidence.exact_relations`).
+"""Detectors of updates that provably differ from what their client trained (`evidence.exact_relations`).
 
-They come before the learnt evidence, which then says nothing more of these clients.
+They run before the learnt evidence, which then reports nothing more about these clients.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-CONFIDENCE = 0.99  # of an equality that does not hold: telemetry itself may be broken
-UNREPORTED = 0.9  # where an opposed update may also have been trained, on inverted labels of two classes
+CONFIDENCE = 0.99  # for a violated equality: telemetry itself may be broken
+UNREPORTED = 0.9  # if an opposed update may have been trained, on inverted labels of two classes
 TRAINED_SO = " It does not report what it trained: inverted labels of two classes look the same."
-_ISSUE: dict[Kind, tuple[str, str, str | None]] = {  # with its severity, and the fault that it is, by `fault_kinds`
+_ISSUE: dict[Kind, tuple[str, str, str | None]] = {  # issue, severity, and the fault of `fault_kinds`
     "negated": ("BYZANTINE", "warning", "sign_flip"),
     "scaled": ("BYZANTINE", "warning", "scaling"),
     "shrunk": ("BYZANTINE", "warning", "scaling"),
@@ -36,8 +36,9 @@ _ISSUE: dict[Kind, tuple[str, str, str | None]] = {  # with its severity, and th
 
 
 def untrained_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """BYZANTINE or STALE_UPDATE, where what the client sent is an exact function of what it trained, or nobody's; a
-    note about who clips or sparsifies alone.
+    """BYZANTINE or STALE_UPDATE for an update that is an exact function of what was trained, or of nobody's training.
+
+    A note for a client that alone clips or sparsifies.
     """
     deciding = deciding_client(history, round_index)
     for node, relation in exact_relations(history, round_index).items():
@@ -104,7 +105,7 @@ def _numbers(history: History, round_index: int, node: Node, relation: ExactRela
 
 
 def _since(history: History, round_index: int, node: Node, kind: Kind) -> int:
-    """Return the first of the participations in a row in which the relation held."""
+    """Return the first of the consecutive participations in which the relation held."""
     since = round_index
     for past_round in reversed(rounds_until(history, round_index - 1)):
         relation = exact_relations(history, past_round).get(node)

@@ -23,7 +23,7 @@ CONFIDENCE = 0.99  # of an equality that does not hold: telemetry itself may be 
 
 
 def altered_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """BYZANTINE, in rounds of few clients: one alone did not send what it trained, and nothing says what it sent."""
+    """BYZANTINE, in rounds of few clients: one client did not send what it trained, and no exact relation fits."""
     if not too_few_peers(history, round_index) or transformation(history, round_index) is not None:
         return
     for node in clients_with_altered_updates(history, round_index) - _explained(history, round_index):

@@ -3,8 +3,8 @@
 
 No limit here is a norm, since norms depend on the model. The measure is the *pressure* of a layer, ‖gradient‖·‖weights‖
 relative to the loss of a blind guess: how many times over the loss would change if the layer changed by its own size.
-It is about 0.04 to 3 when training begins, whatever the width, depth and number of classes, also summed over steps and
-clients. The limits lie where none of the healthy runs of the fault bank's `tune` half came near.
+It is about 0.04 to 3 when training begins, whatever the width, depth and number of classes, even summed over steps and
+clients. No healthy run of the fault bank's `tune` half came near the limits.
 """
 
 from __future__ import annotations
@@ -33,35 +33,31 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Event, Finding
 
-FIRST_ROUNDS = 3  # in which pressure is still that of the first weights
-HINDERED = 10  # rounds after which first weights that still hinder are more than a remark
+FIRST_ROUNDS = 3  # rounds in which pressure still reflects the initial weights
+HINDERED = 10  # rounds after which harmful initial weights are more than a remark
 EXPLODING_START = 25.0  # pressure in the first rounds; healthy runs had up to 15, in a wide head behind a layer norm,
 # and planted explosions 140 and more
 EXPLODING_LATER = 30.0  # and this many times ...
-GROWTH = 5.0  # ... the run's own usual one; healthy runs grow to 6 as they become sure of themselves
+GROWTH = 5.0  # ... its own usual value; in healthy runs up to 6, as they become confident
 FADED = 0.022  # pressure below which nothing is learnt; narrow deep networks that learn begin with 0.044, weights that
 # are a tenth of what they should be give 0.012
-FADED_AFTER_REMARK = 0.5  # the same in the first rounds, where the first weights were seen to be too small
-BROKEN_PROFILE = 5e-4  # of the layer with most pressure
-UNLEARNT = 0.8  # of the blind guess's loss: below, small gradients are what training aims at
-GUESSED = 0.1  # of accuracy above a blind guess's: more, and something has been learnt
-STILL_UNITS = 0.45  # narrow layers of plain networks rest up to 0.44; attention a third of its biases, the keys'
-SURELY_STILL = (
-    0.7  # deep plain networks begin with up to 0.62 in their last layers, and some learn all the same: a note
-)
-PASSED_ON = 0.75  # a dead unit gives nothing on, so that its weights in the next layer stand still, too
-JUMP = 8.0  # largest step norm against the client's own usual one
+FADED_AFTER_REMARK = 0.5  # the same in the first rounds, if the initial weights were seen to be too small
+BROKEN_PROFILE = 5e-4  # of the layer with the highest pressure
+UNLEARNT = 0.8  # of the blind guess's loss: below this, small gradients are the aim of training
+GUESSED = 0.1  # of accuracy above a blind guess: above this, something has been learnt
+STILL_UNITS = 0.45  # still units of narrow plain layers reach 0.44; in attention, a third of the biases (the keys')
+SURELY_STILL = 0.7  # deep plain networks begin with up to 0.62 in their last layers, and some still learn: a note
+PASSED_ON = 0.75  # a dead unit passes nothing on, so its weights in the next layer do not change either
+JUMP = 8.0  # largest step norm relative to the client's own usual one
 JUMPED = 0.15  # share of the clients
-PAST = 5  # rounds of one's own past
+PAST = 5  # rounds of the client's own past
 INITIALISATION = "initialisation"  # the monitor's remark about the first weights
-ZERO_START = "initialisation.zero"  # and about those that begin at 0 on purpose
+ZERO_START = "initialisation.zero"  # the remark about weights that begin at 0 on purpose
 ALL_ZERO = "all values equal 0:"
 
 
 def exploding(history: History, round_index: int) -> Iterator[Finding]:
-    """EXPLODING_GRADIENT: pressure beyond any healthy start, or far beyond the run's past, or clients' norms that
-    jump.
-    """
+    """EXPLODING_GRADIENT: pressure beyond any healthy start or far beyond the past, or a client whose norm jumps."""
     layers = layer_profile(history, round_index)
     if layers is not None and np.isfinite(layers.pressure).any():
         since = _exploded_since(history, round_index, layers)
@@ -73,9 +69,7 @@ def exploding(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _exploded_since(history: History, round_index: int, layers: LayerProfile) -> int | None:
-    """Return the round of the explosion while it lasts (gradients beyond measure, or a model that died of it); else
-    None.
-    """
+    """Return the round of the explosion while it lasts (huge gradients, or a model they destroyed); else None."""
     top = layers.top
     dead = top < FADED and _unlearnt(history, round_index, layers.chance)
     if top <= EXPLODING_START and not dead:
@@ -89,19 +83,19 @@ def _exploded_since(history: History, round_index: int, layers: LayerProfile) ->
 
 
 def _first_exploded_round(history: History, round_index: int) -> int | None:
-    """Return the first of the first rounds that exploded."""
+    """Return the first of the initial rounds that exploded."""
     start = _pressures(history, range(FIRST_ROUNDS), round_index)
     return next((past_round for past_round, value in start.items() if value > EXPLODING_START), None)
 
 
 def _pressures(history: History, rounds: range, last: int) -> dict[int, float]:
     profiles = {round_index: layer_profile(history, round_index) for round_index in rounds if 0 <= round_index <= last}
-    # Where only the last layer gets a gradient, that one may be large: it is the vanishing that counts.
+    # If only the last layer gets a gradient, that one may be large: the case is a vanishing gradient.
     return {round_index: 0.0 if p.cut_off else p.top for round_index, p in profiles.items() if p is not None}
 
 
 def _scale_in_words(history: History, round_index: int) -> str:
-    """Return a sentence with the clients' gradient scale of this round; empty where nobody measured it."""
+    """Return a sentence with the clients' gradient scale of this round; empty if no client measured it."""
     scale = client_median(history, "scale.gsc", round_index)
     return f" The gradient scale (GSC) is {scale:.2g}." if np.isfinite(scale) else ""
 
@@ -123,13 +117,13 @@ def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str
         confidence=0.99 if top > 3 * EXPLODING_START else 0.9,
         since=since,
         layer=layers.names[place],
-        severity=severity,  # one that training gets over by itself is less
+        severity=severity,  # less severe if training gets over it by itself
         numbers=_pressure_numbers(layers),
     )
 
 
 def _pressure_numbers(layers: LayerProfile) -> list[Number]:
-    """Return the pressure of the layers from first to last; of a deep network, of every few layers."""
+    """Return the pressure of the layers from first to last; of a deep network, only of every few layers."""
     pressure, every = layers.pressure, -(-len(layers.names) // 12)
     return [
         Number(f"pressure of {layers.names[i]}", float(pressure[i]), 1.0, of="first rounds")
@@ -138,10 +132,10 @@ def _pressure_numbers(layers: LayerProfile) -> list[Number]:
 
 
 def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
-    """Report clients whose steps become many times as large as ever before inside a round, and stay so.
+    """Report clients whose steps suddenly become many times as large as ever before within a round, and stay so.
 
-    Where weights are exchanged at each step, a jump of one client reaches all of its edge. The last step must be larger
-    than usual as well, because a single large batch is corrected by the next.
+    If weights are exchanged at each step, one client's jump reaches its whole edge. The last step must be larger than
+    usual as well, because the next step corrects a single large batch.
     """
     largest, last = history.latest("gradient.norm_max", round_index), history.latest("gradient.norm_last", round_index)
     past = [
@@ -154,7 +148,7 @@ def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
     ratios = {}
     for node, value in largest.items():
         if usual > 0 and not value / usual > JUMP:
-            continue  # its own usual norm is no less
+            continue  # the client's own usual norm is as high
         own = max([usual, *(earlier[node] for earlier in past if math.isfinite(earlier.get(node, math.nan)))])
         if own > 0 and math.isfinite(value):
             ratios[node] = min(value, last.get(node, value) * JUMP) / own
@@ -178,7 +172,7 @@ def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_rose(history: History, round_index: int) -> bool:
-    """Return whether the loss has risen; True where nobody measures it."""
+    """Return whether the loss has risen; True if nobody measures it."""
     losses = loss_curve(history, round_index).values
     before = losses[:-1][~np.isnan(losses[:-1])]
     return not len(before) or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * before.min())
@@ -190,7 +184,7 @@ def _loss_rose(history: History, round_index: int) -> bool:
 def vanishing(history: History, round_index: int) -> Iterator[Finding]:
     """VANISHING_GRADIENT: no pressure anywhere, or none on some layers, while nothing has been learnt.
 
-    Not reported beside matrices that begin at 0 on purpose: an adapter's gradients are tiny until it has grown.
+    Not reported for matrices that begin at 0 on purpose: an adapter's gradients are tiny until it has grown.
     """
     layers = layer_profile(history, round_index)
     if layers is None or not np.isfinite(layers.pressure).any() or not _unlearnt(history, round_index, layers.chance):
@@ -199,7 +193,7 @@ def vanishing(history: History, round_index: int) -> Iterator[Finding]:
         return
     pressure, top, place = layers.pressure, layers.top, int(np.nanargmin(layers.elasticity))
     if (top > EXPLODING_START and not layers.cut_off) or _first_exploded_round(history, round_index) is not None:
-        return  # what the explosion left behind is told with it
+        return  # the aftermath of an explosion is reported with it
     remarks = [event for event in _remarks(history)[0] if "fade" in event.message]
     remarked = round_index < FIRST_ROUNDS and 2 * len(remarks) >= len(layers.names)
     faded = top < (FADED_AFTER_REMARK if remarked else FADED)
@@ -227,17 +221,16 @@ def vanishing(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _broken_before(history: History, round_index: int) -> bool:
-    """Return whether the profile was broken in the round before, too; in the first round it counts at once."""
+    """Return whether the profile was broken in the previous round too; True in the first round."""
     layers = layer_profile(history, round_index - 1) if round_index > 0 else None
     known = np.empty(0) if layers is None else layers.elasticity[~np.isnan(layers.elasticity)]
     return not len(known) or bool(known.min() < BROKEN_PROFILE * known.max())
 
 
 def _unlearnt(history: History, round_index: int, chance: float) -> bool:
-    """Return whether nothing has been learnt: by the test loss, else by the loss on the clients' samples, else by the
-    accuracy.
+    """Return whether nothing has been learnt: by the test loss, the loss on the clients' samples, or the accuracy.
 
-    A loss that is not a number counts as the worst. False where none of them is measured.
+    The first of these that is measured decides; False if none is. A loss that is not a number counts as the worst.
     """
     losses = loss_curve(history, round_index).values
     if len(losses):
@@ -259,15 +252,15 @@ def dead_units(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def saturated_units(history: History, round_index: int) -> Iterator[Finding]:
-    """SATURATED_UNITS: units that are stuck at a constant on nearly every client."""
+    """SATURATED_UNITS: units that output a constant on nearly every client."""
     yield from _units(history, round_index, "SATURATED_UNITS")
 
 
 def _units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
-    """Report units whose bias no client has moved in this round or the one before.
+    """Report units whose bias no client has changed in this round or the one before.
 
-    Dead and saturated units look alike from behind, since neither passes a gradient. In front they differ: a saturated
-    unit still gives its constant to the next layer, whose weights move.
+    Dead and saturated units look alike from their gradients, since neither passes one. Their outputs differ: a
+    saturated unit still passes its constant to the next layer, whose weights change.
     """
     still_before = {still.layer: still.share for still in still_units(history, round_index - 1)}
     still_layers = []
@@ -276,7 +269,7 @@ def _units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
         if min(still.share, before) >= STILL_UNITS and _issue_of_still_units(still) == issue:
             still_layers.append((still, before))
     if still_layers:
-        # One for all layers: what began in one is often passed on. The first that is sure, or the first.
+        # One finding for all layers, because the problem is often passed on: the first certain layer, or the first.
         chosen = next((pair for pair in still_layers if min(pair[0].share, pair[1]) >= SURELY_STILL), still_layers[0])
         yield _unit_finding(issue, round_index, *chosen, {still.layer: still.share for still, _ in still_layers})
     yield from _measured_units(history, round_index, issue)
@@ -285,7 +278,7 @@ def _units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
 def _issue_of_still_units(still: StillUnits) -> str | None:
     if still.onward >= PASSED_ON * still.share:
         return "DEAD_UNITS"
-    # All of a layer at a standstill is no matter of units: frozen on purpose, or its gradient has vanished.
+    # A whole layer that does not change is not a matter of units: it is frozen, or its gradient has vanished.
     return "SATURATED_UNITS" if still.share < 1 else None
 
 
@@ -311,15 +304,13 @@ def _unit_finding(issue: str, round_index: int, still: StillUnits, before: float
 
 
 def _measured_units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
-    """Report the same from the activations themselves, where they are measured (`deep`)."""
+    """Report dead or saturated units from the activations themselves, if they are measured (`deep`)."""
     names, nodes = history.layers("activation.health"), training_clients(history, round_index)
     if not names or not nodes:
         return
     statistic = "dead_fraction" if issue == "DEAD_UNITS" else "saturated_fraction"
     rows = rows_of_nodes(history, "activation.health", (statistic,), round_index, nodes)[..., 0]
-    if len(rows) <= COHORT_WIDE_SHARE * len(
-        nodes
-    ):  # a few clients that tell of their units say nothing about everybody's
+    if len(rows) <= COHORT_WIDE_SHARE * len(nodes):  # a few clients that report their units say nothing about all
         return
     shares = quiet_quantile(rows, 0.1)
     idle = {name: float(share) for name, share in zip(names, shares, strict=True) if share >= STILL_UNITS}
@@ -338,7 +329,7 @@ def _measured_units(history: History, round_index: int, issue: str) -> Iterator[
         )
 
 
-# -- the start --------------------------------------------------------------------------------------------------------
+# -- initialisation --------------------------------------------------------------------------------------------------
 
 
 def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]:
@@ -346,13 +337,13 @@ def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]
     remarks = _remarks(history)[0]
     names = history.layers("weight")
     if not remarks or (names and len([n for n in names if "weight" in n]) < 2):
-        return  # one layer alone may begin at 0: there is nothing to tell apart yet
+        return  # a single layer may begin at 0: nothing to compare yet
     loss, first = loss_curve(history, round_index).values, remarks[0].where.round or 0
     chance = _blind_guess_loss(history, round_index)
     if round_index - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * np.fmin(chance, loss[0]):
         return
-    # A remark about a start that training may yet get the better of. It is trouble once training has had its time, and
-    # is known to have learnt nothing: the first loss is measured after a round that may have learnt all there is.
+    # A poor start that training may still overcome is only a remark. It is a problem after enough rounds, if training
+    # is known to have learnt nothing: the first loss is measured after a round that may have learnt everything.
     hindered = round_index - first >= HINDERED and len(loss) > 0 and bool(np.isfinite(chance))
     yield finding(
         "POOR_INITIALISATION",
@@ -369,9 +360,7 @@ def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]
 
 
 def _blind_guess_loss(history: History, round_index: int) -> float:
-    """Return the loss of a blind guess; where layers are not measured, by the labels that clients counted. NaN if
-    unknown.
-    """
+    """Return the loss of a blind guess, from the clients' label counts if layers are not measured; NaN if unknown."""
     layers = layer_profile(history, round_index)
     if layers is not None:
         return layers.chance
@@ -382,7 +371,7 @@ def _blind_guess_loss(history: History, round_index: int) -> float:
 def _remarks(history: History) -> tuple[list[Event], list[Event]]:
     """Return the remarks about a poor start, and those about matrices that begin at 0 on purpose.
 
-    Older runs have one remark per matrix of zeros: intended, unless more than half of the model is zero.
+    Older runs have one remark per all-zero matrix: intended, unless more than half of the model is zero.
     """
     remarks, meant = [*history.events(INITIALISATION)], [*history.events(ZERO_START)]
     zero = [event for event in remarks if ALL_ZERO in event.message]

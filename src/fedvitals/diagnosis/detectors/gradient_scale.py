@@ -3,9 +3,9 @@
 against earlier runs of the same model in the same store.
 
 GSC has no healthy level of its own: it grows with the square of the network's gain, and training raises it. So it is
-compared in orders of magnitude with itself. The level of a round is the clients' median of what they measured in it
-and in the round before, since they take turns; for a rise the lower median counts and for a fall the higher one, so
-that no client alone can make it.
+compared with itself, in orders of magnitude. The level of a round is the median of what clients measured in it and in
+the round before, since they take turns; for a rise the lower median counts and for a fall the higher one, so that no
+single client can cause a finding.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fedvitals.records import EARLIER_SCALES, Finding, is_client
 
 METRIC = "scale.gsc"
 JUMP = 2.0  # orders of magnitude from the median of the run's own past; healthy runs moved by up to 1.3
-PAST, FEWEST_ROUNDS = 8, 3  # rounds of the own past, and how many of them are needed
-STEADY, STEADY_ROUNDS = 0.4, 6  # orders a round, in each of so many rounds: a trend; healthy runs had 3 such rounds
-APART = 3.0  # orders beyond the range of the earlier runs' levels in the same round
+PAST, FEWEST_ROUNDS = 8, 3  # rounds of the run's own past, and how many of them are needed
+STEADY, STEADY_ROUNDS = 0.4, 6  # orders per round, in each of this many rounds: a trend; healthy runs had 3 such rounds
+APART = 3.0  # orders beyond the range of earlier runs in the same round
 FEWEST_RUNS = 2  # earlier runs of the same model
 LEAST = 1e-30  # stands for 0 on a logarithmic axis
 
@@ -49,7 +49,7 @@ def _against_own_past(round_index: int, newest: Sequence[float], past: Sequence[
     usual = statistics.median(past)
     for side, middle in ((1, statistics.median_low), (-1, statistics.median_high)):
         level = _orders(newest, middle)
-        # A run whose scale swings anyway has jumped when it is beyond its own swings.
+        # A run whose scale swings has jumped only if it is beyond its own swings.
         if side * (level - usual) > JUMP and side * level > max(side * each for each in past) + JUMP / 2:
             yield _finding(
                 round_index,
@@ -98,7 +98,7 @@ def _against_earlier_runs(history: History, round_index: int, newest: Sequence[f
 
 
 def _levels_in_round(runs: Sequence[Mapping[str, object]], round_index: int) -> dict[str, float]:
-    """Return each earlier run's level in this round, or in the last one before that it has, by the run's name."""
+    """Return each earlier run's level in this round, or in the last round before it that has one, by the run's name."""
     levels: dict[str, float] = {}
     for run in runs:
         rounds = {int(number): float(value) for number, value in dict(run["levels"]).items()}  # type: ignore[call-overload]
@@ -109,7 +109,7 @@ def _levels_in_round(runs: Sequence[Mapping[str, object]], round_index: int) -> 
 
 
 def _values(history: History, round_index: int) -> list[float]:
-    """Return each client's newest GSC of this round and the one before; [] where it is of one client of several."""
+    """Return each client's newest GSC of this round and the one before; [] if only one of several clients has one."""
     newest: dict[str, float] = {}
     for number in (round_index - 1, round_index):
         if number >= 0:

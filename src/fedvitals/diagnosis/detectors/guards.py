@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact tests that report in the very round in which something is wrong.
+"""Exact tests that report in the very round in which the problem occurs.
 
-They catch what a federation accepts silently: an update of zeros, one that two clients share, one that does not fit, a
-claimed number of samples that is not that of the data, a layer that came back unchanged. Where almost all clients show
-the same, it is how the federation was set up (an edge whose members share one model, compressed updates), and nobody is
-accused.
+They catch what a federation silently accepts: an update of zeros, the same update from two clients, one of the wrong
+shape, a claimed number of samples that does not match the data, a layer that came back unchanged. If almost all clients
+show the same, it is a property of the federation (an edge whose members share one model, compressed updates), and no
+client is accused.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
-MANY = 1 / 3  # of the cohort: who is in a group so large is not alone with it
-SPARSE = 0.6  # share of zeros from which an update is a compressed one, where a layer of zeros is no wonder
+MANY = 1 / 3  # of the cohort: a client in such a large group is not an exception
+SPARSE = 0.6  # share of zeros above which an update is compressed, and a layer of zeros is expected
 FAR_CLAIM = 3.0
-MOVING = 1e-3  # share of the update that a layer has on the others
-OLD = 10  # models ago; where aggregation is asynchronous, a few are usual
-LASTING = 3  # participations in a row, of what may pass by itself
+MOVING = 1e-3  # share of the update that a layer has on the other clients
+OLD = 10  # models ago; asynchronous aggregation is usually a few behind
+LASTING = 3  # consecutive participations, for what may pass by itself
 FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge losses) cancel out to exactly 0
 
 
 def misfits(history: History, round_index: int) -> Iterator[Finding]:
-    """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; an invalid weight is WRONG_SAMPLE_COUNT."""
+    """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation rejected; an invalid weight is WRONG_SAMPLE_COUNT."""
     if everyone_failed(history, round_index):
-        return  # one case for all: NOTHING_AGGREGATED
+        return  # a single case for all: NOTHING_AGGREGATED
     for event in events_in(history, round_index, "update.refused"):
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
@@ -49,9 +49,9 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def sample_counts(history: History, round_index: int) -> Iterator[Finding]:
-    """WRONG_SAMPLE_COUNT: the claim that the aggregation uses is not the size of the client's data.
+    """WRONG_SAMPLE_COUNT: the number of samples used by the aggregation is not the size of the client's data.
 
-    Compared with what the client's telemetry reports of its data where that is available, else with its first claim.
+    Compared with what the client's telemetry reports of its data if available, else with its first claim.
     """
     claims, sizes = history.latest("update.samples", round_index), history.latest("samples", round_index)
     if not any(claims.values()):
@@ -82,8 +82,8 @@ def _first_claim(history: History, node: Node, round_index: int) -> float | None
 def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
     """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
 
-    Reported at once where the rest of its module learns; where nothing of the module does, units may have died in a bad
-    round, so it must last. Where updates are transformed only the gradient counts, because a small layer may be rounded
+    Reported at once if the rest of its module learns; if nothing in the module does, units may have died in a bad
+    round, so it must last. If updates are transformed, only the gradient counts, because a small layer may be rounded
     to zero; likewise for a layer of few values, whose steps may cancel out.
     """
     accused: dict[Node, tuple[str, str]] = {}
@@ -116,9 +116,7 @@ def _frozen_before(history: History, family: str, round_index: int, node: Node, 
 
 @shared
 def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, tuple[str, bool]]:
-    """Return each client's first layer of zeros that few others share, and whether the rest of its module is not
-    zero.
-    """
+    """Return each client's first layer of zeros that few others share, and whether the rest of its module changes."""
     clients = set(clients_of(history, round_index))
     nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round_index)
     rows = [i for i, node in enumerate(nodes) if node in clients]
@@ -126,9 +124,10 @@ def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, 
         return {}
     sparsity = sums[rows, :, 1]
     empty = sums[rows, :, 0] == 0
-    # Of two or three clients, one alone.
+    # Of two or three clients, only one may have it.
     frozen = empty & ~empty.all(axis=1, keepdims=True) & (empty.sum(axis=0) < max(1.5, MANY * len(rows)))
-    # A layer that hardly moves on anybody may not move at all on somebody: what is added drowns in rounding.
+    # A layer that hardly changes anywhere may not change at all on one client, because small steps are lost in
+    # rounding.
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = sums[rows, :, 0] / np.sqrt(np.nansum(sums[rows, :, 0] ** 2, axis=1, keepdims=True))
     frozen &= np.nan_to_num(np.median(np.nan_to_num(shares), axis=0)) > MOVING
@@ -141,7 +140,7 @@ def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, 
     modules = [name.rpartition(".")[0] for name in layers]
     zero_layers = {}
     for row in np.flatnonzero(frozen.any(axis=1)):
-        # Of the layers that did change: a compressed update is mostly zeros, and small layers all zeros by chance.
+        # Over the layers that did change: in a compressed update, small layers may be all zeros by chance.
         if float(np.median(np.nan_to_num(sparsity[row, ~empty[row]]))) > SPARSE:
             continue
         first = int(np.flatnonzero(frozen[row])[0])

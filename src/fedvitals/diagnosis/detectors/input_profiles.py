@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detector of triggers that are trained in: updates that move inputs which the others' do not.
+"""Detector of trained-in triggers: updates that change inputs which the others' updates do not.
 
-It rests on updates alone, so that a client gains nothing by what it tells. Labels that differ from client to client
-make profiles differ as well, all of them by about as much: so a few clients are named only if there is a gap between
-them and all others of the same round. Where most clients teach few classes only, those with the same classes are alike
-and others are apart, and nobody is named.
+It uses updates alone, so that a client gains nothing by false reports. Labels that differ from client to client also
+make profiles differ, all of them about equally: so a few clients are named only if there is a gap between them and all
+others of the round. If most clients have only a few classes, those with the same classes are alike and the others
+differ, and nobody is named.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ ALIKE, APART = "update.inputs_alike", "update.inputs_apart"
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """From which value on clients stand out, by how much and how many times from all others, and how many of them at
-    least.
-    """
+    """The value from which clients stand out, by how much and how often, and the fewest such clients."""
 
     name: str
     limit: float
@@ -56,12 +54,12 @@ SIGNS = (
     ),
     _Sign(APART, 1.3, 0.4, 2.0, 1, "move few inputs of the first dense layer {times:.2g} times as much as the others'"),
 )
-# Median entropy of the squared changes of the head's rows, as a share of the largest: under it, most clients teach few
+# Median entropy of the squared changes of the head's rows, as a share of the largest: below it, most clients have few
 # classes only. Two of ten give 0.6, Dirichlet 0.1 about 0.7, Dirichlet 0.5 from 0.76 on.
 MIXED = 0.7
 MOST = 0.4  # of the clients: more are a population of their own
-FEWEST = 4  # clients: fewer have no majority to be compared with
-STREAK = 4  # participations in a row in which a client stands out
+FEWEST = 4  # clients: fewer have no majority to compare with
+STREAK = 4  # consecutive participations in which a client stands out
 FIRST = 6  # participation in which a client is first judged
 ONE_CLASS = 0.4  # of a client's samples
 CONFIDENCE = 0.9
@@ -70,8 +68,8 @@ CONFIDENCE = 0.9
 def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]:
     """BYZANTINE: a client's updates move few inputs far more than the others', or the same ones as an accomplice's.
 
-    Clients that another rule names are left out, and so are groups whose members continue each other's models. Clients
-    that describe inputs of their own are alike for that reason, unless they all teach mostly one and the same class.
+    Clients named by another rule are left out, and so are groups whose members continue each other's models. Clients
+    that describe inputs of their own are alike for that reason, unless most of their samples are of one common class.
     """
     outstanding = _outstanding(history, round_index)
     if not outstanding or groups_of(history, round_index) or transformation(history, round_index) is not None:
@@ -105,7 +103,7 @@ def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]
 
 
 def _since(history: History, round_index: int, node: Node) -> int | None:
-    """Return the first of the rounds in which a client has stood out up to now; None if these are too few."""
+    """Return the first of the consecutive rounds up to now in which a client stood out; None if they are too few."""
     own = [r for r in rounds_until(history, round_index) if node in history.latest(ALIKE, r)]
     since = None
     for count, past_round in enumerate(reversed(own), start=1):
@@ -116,7 +114,7 @@ def _since(history: History, round_index: int, node: Node) -> int | None:
 
 
 def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]) -> bool:
-    """Return whether these clients report labels of which the same one is a large part of each."""
+    """Return whether these clients report the same label for a large part of their samples."""
     histograms = [own for node, own in label_counts(history, round_index).histograms.items() if node in nodes and own]
     largest = {max(own, key=lambda label: own[label]) for own in histograms}
     parts = [max(own.values()) / sum(own.values()) for own in histograms if sum(own.values())]
@@ -125,7 +123,7 @@ def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]
 
 @shared
 def _outstanding(history: History, round_index: int) -> Mapping[Node, _Sign]:
-    """Return the clients that stand out in a round, with the sign by which they do."""
+    """Return the clients that stand out in a round, with the sign that shows it."""
     found: dict[Node, _Sign] = {}
     entropies = peer_statistic(history, round_index, "class_entropy")
     if not entropies or median(entropies.values()) < MIXED:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of other distributions, by the entry-point group `fedvitals.detectors`. They run only when they are named.
+"""Detectors of other distributions, from the entry-point group `fedvitals.detectors`. They run only when named.
 
-A plug-in that cannot be loaded stops no training: in its place stands a detector that fails in every round, so that the
-failure is told as an event and the run gets no all-clear.
+A plug-in that cannot be loaded does not stop the training: it is replaced by a detector that fails in every round, so
+that the failure is recorded as an event and the run gets no all-clear.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from fedvitals.records import Finding
 
 
 class PluginDetector:
-    """A detector of another distribution, named after its entry point. `detect` None: it failed to load, by `error`."""
+    """A detector of another distribution, named after its entry point.
+
+    `detect` is None if it failed to load with `error`.
+    """
 
     def __init__(self, name: str, detect: Detector | None, error: PluginError | None = None) -> None:
         self.__name__ = name
@@ -32,9 +35,9 @@ class PluginDetector:
 
 
 def detectors_named(name: str, shipped: Sequence[str]) -> tuple[Detector, ...]:
-    """Import the detectors that an installed distribution offers under a name, and return them.
+    """Import the detectors that an installed distribution provides under a name, and return them.
 
-    `shipped`: the names that are ours, for the ConfigError that answers an unknown name with all that are known.
+    `shipped`: our own names, for the ConfigError that lists all known names if this one is unknown.
     """
     points = {point.name: point for point in reversed(plugins.installed(plugins.DETECTORS))}
     if name not in points:

@@ -99,9 +99,7 @@ def _lacking_classes(labels: LabelCounts) -> dict[Node, list[str]]:
 
 
 def _scatter(counts: Array, shares: Array) -> float:
-    """Return how unlike the histograms [clients, classes] are, as a normal score: about 0 for samples that were dealt
-    at random.
-    """
+    """Return how unlike the histograms [clients, classes] are, as a normal score: about 0 for randomly dealt ones."""
     expected = np.maximum(counts.sum(axis=1, keepdims=True) * shares / shares.sum(), 1e-9)
     distance = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(counts) * max(1, counts.shape[1] - 1)

@@ -13,17 +13,17 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding, Suspect
 
-FORGOTTEN, FORGOTTEN_ROUNDS = 0.05, 2  # of the lowest held-back loss so far; rounds in a row
-FORGOTTEN_AT_ONCE = 0.1  # that is enough in a single round
-LENGTHS = 4.0  # times the median length, or a part of it
+FORGOTTEN, FORGOTTEN_ROUNDS = 0.05, 2  # above the lowest held-back loss so far; consecutive rounds
+FORGOTTEN_AT_ONCE = 0.1  # enough in a single round
+LENGTHS = 4.0  # times the median length, or a fraction of it
 FEW_CLIENTS = 4
-CUT = 0.5  # share of texts that end where the widest batch does, from which texts are probably cut off
-EMPTY = 0.75  # share of padding, from which most of the work is for nothing
-SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.04, 8.0, 5  # of the usual loss; robust deviations; rounds before
+CUT = 0.5  # share of texts as long as the widest batch, above which texts are probably truncated
+EMPTY = 0.75  # share of padding, above which most of the work is wasted
+SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.04, 8.0, 5  # above the usual loss; robust deviations; rounds before
 
 
 def forgetting(history: History, round_index: int) -> Iterator[Finding]:
-    """FORGETTING: the loss on texts that nobody trains on rises by more than what the clients gain meanwhile."""
+    """FORGETTING: the loss on texts that no client trains on rises by more than the clients gain meanwhile."""
     curve = metric_curve(history, "held_back.loss", round_index)
     if len(curve) <= FORGOTTEN_ROUNDS or curve.rounds[-1] != round_index or not np.isfinite(curve.values).all():
         return
@@ -49,14 +49,14 @@ def forgetting(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _gain(history: History, since: int, round_index: int) -> float | None:
-    """Return by how much the loss on the clients' texts fell since a round; None where nobody measures it."""
+    """Return by how much the loss on the clients' texts fell since a round; None if it is not measured."""
     curve = loss_curve(history, round_index)
     values = dict(zip(curve.rounds, curve.values.tolist(), strict=True))
     return values[since] - values[round_index] if since in values and round_index in values else None
 
 
 def length_imbalance(history: History, round_index: int) -> Iterator[Finding]:
-    """LENGTH_IMBALANCE: clients whose texts are far longer or shorter than the others', or are mostly cut or padded."""
+    """LENGTH_IMBALANCE: clients whose texts are far longer or shorter than the others', or mostly cut or padded."""
     lengths = {node: value for node, value in history.latest("tokens.length", round_index).items() if value > 0}
     if len(lengths) < FEW_CLIENTS:
         return

@@ -12,11 +12,11 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-CONFIDENCE = 0.97  # that it is not meant
+CONFIDENCE = 0.97  # that it is not intended
 
 
 def wrong_learning_rate(history: History, round_index: int) -> Iterator[Finding]:
-    """WRONG_LEARNING_RATE: the optimiser of a client is set to another rate than those of the others."""
+    """WRONG_LEARNING_RATE: the optimiser of a client is set to another rate than the others share."""
     for node, own in own_learning_rates(history, round_index).items():
         others = "it began with" if own.before else "the others use"
         since = _since(history, round_index, node)
@@ -35,7 +35,7 @@ def wrong_learning_rate(history: History, round_index: int) -> Iterator[Finding]
 
 
 def _since(history: History, round_index: int, node: Node) -> int:
-    """Return the first of the participations in a row in which the client had a rate of its own."""
+    """Return the first of the consecutive participations in which the client had a rate of its own."""
     since = round_index
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if node in own_learning_rates(history, past_round):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known about a client that ran out of memory: what took most of it, and what would have fitted."""
+"""Explains why a client ran out of memory: what took most of it, and what would have fitted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from fedvitals.diagnosis.memory_fit import SHARES, WORDS, largest_share, memory_
 from fedvitals.protocols import History, Node
 from fedvitals.records import Event
 
-REAL_PART = 0.2  # of the process, or of what there is: tensors that are less did not fill it
-FILLED = 0.5  # of what there is: who held less was refused one large piece, or others filled the rest
+REAL_PART = 0.2  # of the process, or of available memory: smaller tensors did not fill it
+FILLED = 0.5  # of available memory: a process below this was refused one large allocation, or others filled the rest
 KILLED = re.compile(r"worker process .*killed", re.IGNORECASE)  # as the lab words it
 
 
 def memory_words(history: History, round_index: int, event: Event) -> tuple[str, dict[str, Any]]:
-    """Return what took most memory and what would have fitted, for a client that ran out of memory: a text, and its
-    evidence.
+    """Return what took most memory and what would have fitted, as a text and its evidence.
 
-    A step's tensors are only blamed where they are a substantial part of the process or of the available memory.
+    A step's tensors are only blamed if they are a substantial part of the process or of the available memory.
     """
     node = event.where.node
     shares, batch, tried = _shares_of(history, round_index, node)
@@ -39,7 +38,7 @@ def memory_words(history: History, round_index: int, event: Event) -> tuple[str,
         shares = {**shares, "activations": shares["activations"] * tried / batch}
         more["shares"] = shares
     largest = largest_share(shares)
-    # Nobody is sent after what we hold ourselves, unless that alone is a real part.
+    # Do not blame our own telemetry unless it alone is a substantial part.
     ours = largest is not None and largest[0] == "telemetry"
     if largest is not None and not (ours and shares["telemetry"] < REAL_PART * min(wholes, default=math.inf)):
         name, part = largest
@@ -60,9 +59,9 @@ def memory_words(history: History, round_index: int, event: Event) -> tuple[str,
 def _shares_of(
     history: History, round_index: int, node: Node | None
 ) -> tuple[dict[str, float], float | None, float | None]:
-    """Return bytes by share, the batch that activations were measured on, and the one that was tried now.
+    """Return bytes by share, the batch size for which activations were measured, and the current one.
 
-    The client's own values as last reported; what it never reported is taken from its peers, who train the same model.
+    Uses the client's last reported values; what it never reported is taken from its peers, which train the same model.
     """
     newest: dict[str, float] = {}
     measured: float | None = None
@@ -89,7 +88,7 @@ def _samples(batch: float | None) -> float | None:
 
 
 def _other_than_tensors(peak: float, resident: float | None, limit: float | None) -> str:
-    """Return where to look instead: data, caches and results, or one allocation that was too large."""
+    """Return where to look instead: data, caches and results, or a single allocation that was too large."""
     text = f" What took the memory is not in the model's tensors, which are {size_words(peak)} in a step"
     if resident is None:
         return f"{text}: look at data, caches and results that are kept."
@@ -109,7 +108,7 @@ def newest_value(history: History, name: str, round_index: int, node: Node | Non
 
 
 def _available(history: History, round_index: int, limit: float | None, peak: float) -> float | None:
-    """Return the bytes a step may take: the limit; where that was far from reached, what others left of it."""
+    """Return the bytes a step may take: the limit, or what others left of it if the process was far below it."""
     if limit is None:
         return None
     free = history.latest("machine.memory_free", round_index).get("server")
@@ -119,7 +118,7 @@ def _available(history: History, round_index: int, limit: float | None, peak: fl
 
 
 def killed_words(history: History, round_index: int, event: Event) -> tuple[str, float] | None:
-    """Return what is known about who killed a process, and how sure that is; None if it was not killed."""
+    """Return what is known about what killed a process, with the confidence; None if it was not killed."""
     if event.data.get("exception") != "WorkerKilled" and not KILLED.search(event.message):
         return None
     kills = history.latest("machine.oom_kills", round_index).get("server", 0.0)
@@ -129,5 +128,5 @@ def killed_words(history: History, round_index: int, event: Event) -> tuple[str,
     resident, limit = (
         newest_value(history, f"memory.{name}", round_index, event.where.node) for name in ("resident", "limit")
     )
-    small = resident is not None and limit is not None and resident < FILLED * limit  # so others may have filled it
+    small = resident is not None and limit is not None and resident < FILLED * limit  # others may have filled it
     return f"The process of {who} was killed, as the kernel does when memory runs out.", 0.6 if small else 0.8

@@ -91,7 +91,7 @@ class GrowingProcess:
 
 
 def leaks(history: History, round_index: int) -> Iterator[Finding]:
-    """MEMORY_LEAK: a process that holds clients, or the server, grows and does not level off; and when it is full."""
+    """MEMORY_LEAK: a process of clients or the server grows and does not level off; with the time until it is full."""
     numbers = rounds_until(history, round_index, LOOK_BACK)[WARM_UP:][-WINDOW:]
     if len(numbers) < SOON_FEWEST:
         return

@@ -2,7 +2,7 @@
 """Detectors of NaN and infinity, with their origin: the first client, layer and step. Exact tests without thresholds.
 
 A NaN spreads: from a client to the members of its edge or ring at the next exchange, to the global model at the next
-average, and from there to everybody. Only its origin is accused, again in each later round while it lasts.
+average, and from there to every client. Only its origin is accused, again in each round while it lasts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
-FEW = 3  # clients: where more than these, and than a quarter, lose their numbers at once, the model has overflowed
+FEW = 3  # clients: if more than this, and more than a quarter, become non-finite at once, the model has overflowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class NonfiniteOrigin:
 
     layer: str | None
     step: int | None
-    values: float  # that are not finite, in all its gradients of the round
+    values: float  # non-finite values in all its gradients of the round
     steps: float  # with such values
-    partly: bool  # some layers had fewer such steps: it began inside this client
+    partly: bool  # some layers had fewer such steps, so it began within this client
 
 
 def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
-    """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
+    """NAN_GRADIENT and NAN_UPDATE for the clients where it began, NAN_WEIGHTS for the global model."""
     began = _poisoned_since(history, round_index)
     origins = _origins(history, began)
     sent = _nonfinite_values(history, began, "update")
@@ -66,7 +66,7 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _poisoned_since(history: History, round_index: int) -> int:
-    """Return the round in which the global model that clients received was lost; this round, if it was finite."""
+    """Return the round in which the global model sent to clients became non-finite; this round if it was finite."""
     began = round_index
     rounds, counts = history.series("weight.nonfinite", SERVER)
     for place in reversed(range(bisect_right(rounds, round_index - 1))):
@@ -80,7 +80,7 @@ def _poisoned_since(history: History, round_index: int) -> int:
 def _nonfinite_values(history: History, round_index: int, family: str) -> dict[Node, float]:
     """Return the number of non-finite values of each client that has any.
 
-    For updates, the server's own count stands beside its sums per layer, because it needs no layer names.
+    For updates, the server's own total supplements its sums per layer, because it needs no layer names.
     """
     nodes, counts = history.across(family, ("nans", "infs"), round_index)
     totals = np.nansum(counts, axis=(1, 2)).tolist() if nodes else []
@@ -91,8 +91,9 @@ def _nonfinite_values(history: History, round_index: int, family: str) -> dict[N
 
 
 def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
-    """Return the clients in which gradients became non-finite first; of a group that exchanges models, the member it
-    spread from.
+    """Return the clients in which gradients became non-finite first.
+
+    Of a group that exchanges models, only the member that it spread from.
     """
     counts = _nonfinite_gradients(history, round_index)
     if not counts:
@@ -108,9 +109,7 @@ def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
 
 @shared
 def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
-    """Return clients with non-finite gradients, except those whose GradScaler skipped the steps, as it does by
-    design.
-    """
+    """Return clients with non-finite gradients, except those whose GradScaler skipped the steps by design."""
     skipped, steps = history.latest("steps.skipped", round_index), history.latest("steps", round_index)
     broken = history.latest("weight.nonfinite", round_index)
     return {
@@ -121,10 +120,10 @@ def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float
 
 
 def _group_origins(members: Mapping[Node, NonfiniteOrigin]) -> Mapping[Node, NonfiniteOrigin]:
-    """Return the origins within a group that exchanges models: members that were partly affected, else those with most
-    steps.
+    """Return the origins within a group that exchanges models.
 
-    A model that arrives broken breaks all layers at the same steps.
+    These are the members that were partly affected, else those with most affected steps. A model that arrives broken
+    breaks all layers at the same steps.
     """
     partly = {node: origin for node, origin in members.items() if origin.partly}
     if partly:
@@ -134,10 +133,10 @@ def _group_origins(members: Mapping[Node, NonfiniteOrigin]) -> Mapping[Node, Non
 
 
 def _located_origins(history: History, round_index: int, counts: Mapping[Node, float]) -> dict[Node, NonfiniteOrigin]:
-    """Return layer and step of each client's first non-finite value, as far as the sums of the round tell.
+    """Return layer and step of each client's first non-finite value, as far as the sums of the round show.
 
     Once a weight is non-finite, so are all later gradients: the affected steps are the last ones, and a layer's count
-    of non-finite values says how many there were.
+    of non-finite values gives their number.
     """
     layers = history.layers("gradient")
     nodes, sums = history.across("gradient", ("nans", "infs", "count"), round_index)
@@ -162,8 +161,9 @@ def _located_origins(history: History, round_index: int, counts: Mapping[Node, f
 
 
 def _new_origins(history: History, round_index: int, known: Iterable[Node]) -> dict[Node, NonfiniteOrigin]:
-    """Return clients that received a finite model although the global one is lost (such as their cluster's own), and
-    lost it now.
+    """Return clients that received a finite model although the global one is lost, and lost it now.
+
+    They may have received their cluster's own model, for example.
     """
     before = history.latest("fit.loss_before", round_index)
     origins = _origins(history, round_index)
@@ -203,7 +203,7 @@ def _gradient_findings(
 
 
 def _severity(history: History, round_index: int) -> str:
-    """A client's NaN is critical unless the server is known to have kept it out of the model."""
+    """Return critical for a client's NaN unless the server is known to have kept it out of the model."""
     return "warning" if model_stayed_finite(history, round_index) else "critical"
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detector of updates several times as large as anybody else's, of clients whose reports do not explain their size.
+"""Detector of updates several times as large as any other, from clients whose reports do not explain their size.
 
-It rests on sizes that the server measures, which whatever is done to all updates on their way changes alike. What a
-client reports of its training can explain a large update (large gradients, many steps, a learning rate of its own), and
-leaves it to the rules about these. A client that scales its update and reports what everybody reports contradicts
-itself. In 45 runs of the fault bank's `tune-wide` no healthy client had twice the size of the next in three rounds in a
-row; attackers who scale by 8 and more had 2 to 15 times the largest of the others in most rounds.
+It uses sizes that the server measures, which any transformation of all updates changes alike. What a client reports of
+its training can explain a large update (large gradients, many steps, a learning rate of its own), and leaves it to the
+rules for these. A client that scales its update but reports the usual training contradicts itself. In 45 runs of the
+fault bank's `tune-wide` no healthy client had twice the size of the next in three consecutive rounds; attackers who
+scale by 8 and more had 2 to 15 times the largest of the others in most rounds.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-FEWEST = 4  # clients: fewer have no majority to be compared with
+FEWEST = 4  # clients: fewer have no majority to compare with
 MOST = 0.4  # of the clients: more are a population of their own
-TIMES = 3.0  # the largest of the others', and as often what the client's own report explains
-TIMES_UNREPORTED = 4.0  # the largest of the others', where nothing is reported
+TIMES = 3.0  # times the largest of the others, and times what the client's own report explains
+TIMES_UNREPORTED = 4.0  # times the largest of the others, if nothing is reported
 RECENT, ODD = 4, 2  # newest participations of a client, and how many of these must be odd
-PAST, USUAL = 12, 3  # newest participations, and in how many a client of unknown data must have been as others are
-LATE = 0.3  # of the run's largest median size: below it, wrong labels alone make large updates
-REPORTED = ("gradient.norm", "steps", "optimizer.learning_rate")  # to whose product an update's size is proportional
+PAST, USUAL = 12, 3  # newest participations, and how many must have been usual for a client of unknown data
+LATE = 0.3  # of the run's largest median size: below it, wrong labels alone cause large updates
+REPORTED = ("gradient.norm", "steps", "optimizer.learning_rate")  # an update's size is proportional to their product
 CONFIDENCE = 0.9
 
 
 def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """BYZANTINE: updates several times as large as anybody else's, which nothing that is reported explains.
+    """BYZANTINE: updates several times as large as any other, which no report explains.
 
-    In two of the client's last four participations, since an attack may pause. Clients that another rule names are left
+    In two of the client's last four participations, since an attack may pause. Clients named by another rule are left
     out.
     """
     outstanding = _outstanding(history, round_index)
@@ -75,14 +75,15 @@ def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _odd_rounds(history: History, round_index: int, node: Node) -> list[int]:
-    """Return those of a client's newest participations in which it stands out."""
+    """Return the newest participations of a client in which it stands out."""
     own = [r for r in rounds_until(history, round_index) if node in history.latest("update.norm", r)][-RECENT:]
     return [r for r in own if node in _outstanding(history, r)]
 
 
 def _amount_known(history: History, round_index: int, node: Node) -> bool:
-    """Return whether a larger amount of training is ruled out: the client's number of samples is known, or its updates
-    were as large as the others' before. A client may simply train on more data.
+    """Return whether a larger amount of training is ruled out, since a client may simply train on more data.
+
+    It is if the client's number of samples is known, or its updates were as large as the others' before.
     """
     if node in history.latest("update.samples", round_index):
         return True
@@ -91,8 +92,9 @@ def _amount_known(history: History, round_index: int, node: Node) -> bool:
 
 
 def _reported_size(history: History, round_index: int, node: Node, outstanding: Mapping[Node, float]) -> float | None:
-    """Return how large the client's update should be by its own report, as a multiple of the usual one; None if it, or
-    everybody else, reports nothing of its gradients.
+    """Return the size of the client's update that its own report implies, as a multiple of the usual one.
+
+    None if it, or all other clients, report nothing about gradients.
     """
     size = 1.0
     for metric in REPORTED:
@@ -107,8 +109,9 @@ def _reported_size(history: History, round_index: int, node: Node, outstanding: 
 
 @shared
 def _outstanding(history: History, round_index: int) -> Mapping[Node, float]:
-    """Return the clients whose updates are far larger than all others', and how many times; fewer times where they
-    claim more samples than any other.
+    """Return the clients whose updates are far larger than all others', and how many times.
+
+    Fewer times if they claim more samples than any other client.
     """
     norms = {node: v for node, v in history.latest("update.norm", round_index).items() if 0 < v < math.inf}
     claims = history.latest("update.samples", round_index)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain threshold rules, one number and one limit each; off unless asked for.
+"""Plain threshold rules, one number and one limit each; off unless requested.
 
 They use neither peers nor the run's own past, so a limit that fits one training raises false alarms in the next. They
-stand outside the false-alarm budget, and what they report is a note. `Monitor(detectors=["standard", plain_rules()])`,
-with limits of your own, is for someone who knows what this training must never do. The fault bank compares them, with
-these limits, with the detectors that need none.
+are outside the false-alarm budget, and only report notes. `Monitor(detectors=["standard", plain_rules()])`, with limits
+of your own, is for users who know what their training must never do. The fault bank compares them, with these limits,
+with the detectors that need none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
-ROUNDS_BACK = 4  # over which the loss is compared: now and four rounds ago, or four changes in five rounds
+ROUNDS_BACK = 4  # the loss is compared with four rounds ago, or over four changes in five rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class CrossedLimit:
     number: Number
     layer: str | None = None
     since: int | None = None
-    certain: bool = False  # NaN or Inf: there is nothing to be unsure of
+    certain: bool = False  # NaN or Inf leave no doubt
 
 
 def plain_rules(
@@ -68,8 +68,9 @@ def plain_rules(
     change: float | None = 3.0,
     weight: float | None = 1000.0,
 ) -> Detector:
-    """Return a detector with these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule
-    out.
+    """Return a detector with these limits, for `Monitor(detectors=["standard", plain_rules()])`.
+
+    None disables a rule.
     """
     limits = PlainRuleLimits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
 
@@ -79,7 +80,7 @@ def plain_rules(
                 crossing.issue,
                 round_index,
                 crossing.message,
-                confidence=1.0 if crossing.certain else 0.5,  # how sure a bare limit makes, nobody knows
+                confidence=1.0 if crossing.certain else 0.5,  # how sure a bare limit makes is unknown
                 since=crossing.since,
                 node=crossing.node,
                 layer=crossing.layer,
@@ -109,9 +110,7 @@ def crossed_limits(history: History, round_index: int, limits: PlainRuleLimits) 
 
 
 def losses_up_to(history: History, round_index: int) -> tuple[list[int], list[float]]:
-    """Return rounds and losses of the global model up to this round; where nobody logged one, the mean of the
-    clients'.
-    """
+    """Return rounds and losses of the global model up to this round; without logged ones, the mean of the clients'."""
     rounds, values = history.series("loss", None)
     if not rounds:
         client_losses = [
@@ -186,7 +185,7 @@ def _layers(history: History, round_index: int, limits: PlainRuleLimits) -> Iter
     for node, norms in zip(nodes, steps[:, :, 0], strict=True):
         if node not in measured:
             continue
-        # A layer that does not train has no gradient, which is not one of 0.
+        # A layer that does not train has no gradient, rather than a gradient of 0.
         trained = np.isfinite(sizes[measured.index(node), :, 0]) & np.isfinite(norms)
         for issue, wrong, worst in (
             ("EXPLODING_GRADIENT", trained & (norms > high), np.argmax(np.where(trained, norms, -math.inf))),

@@ -307,11 +307,11 @@ class StillUnits:
 
 @shared
 def still_units(history: History, round_index: int) -> list[StillUnits]:
-    """Return the still units of every layer with a bias except the last. A unit that passes nothing gets no bias
-    gradient.
+    """Return the still units of every layer with a bias except the last: units that pass nothing get no bias gradient.
 
-    The first decile over the clients is used: what one client's data leave unused, another's move. The gradient must be
-    0, too, since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
+    The first decile over the clients is used, because inputs that one client never uses may occur on another. The
+    gradient must be 0 too, since compression leaves out most of an update. Layers without any gradient are frozen, and
+    are left out.
     """
     nodes, names = training_clients(history, round_index), history.layers("update")
     if not nodes or not names or names != history.layers("gradient"):

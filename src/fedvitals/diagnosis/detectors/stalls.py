@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detector of rounds that stand still.
 
-While a round does, the watching thread (`monitor.stall_watch`) records the event `round.stalled` and reports its
-finding at once. When the round has ended, and on a stored run, the detector makes the finding of the same event.
+Meanwhile, the watching thread (`monitor.stall_watch`) records the event `round.stalled` and reports its finding at
+once. When the round has ended, and on a stored run, the detector derives the finding from the same event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedvitals.records import Finding, Suspect
 from fedvitals.time_parts import ROUND_SECONDS
 
 STALLED = "round.stalled"  # the event
-NAMED = 3  # of the clients that are awaited; the others are counted
+NAMED = 3  # of the awaited clients; the others are counted
 MOST_SUSPECTS = 20
 CONFIDENCE = 0.9
 PARTS = {"aggregate": "aggregates", "evaluate": "evaluates", "receive": "reads what it received"}
@@ -29,7 +29,7 @@ def stall_words(stall: Mapping[str, Any]) -> str:
 
 
 def waiting_words(stall: Mapping[str, Any]) -> str:
-    """Return whom or what the round waits for, as a sentence."""
+    """Return whom or what the round is waiting for, as a sentence."""
     awaited, phase, silent = stall["awaited"], stall["phase"], seconds_words(stall["silent_seconds"])
     if not awaited:
         doing = PARTS.get(phase, f"is at «{phase}»" if phase else "")
@@ -46,7 +46,7 @@ def waiting_words(stall: Mapping[str, Any]) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """Return a length of time for people: «12 s», «3.4 min», «2.1 h»."""
+    """Return a duration for people: «12 s», «3.4 min», «2.1 h»."""
     for unit, size in (("h", 3600.0), ("min", 120.0)):
         if seconds >= size:
             return f"{seconds / (3600 if unit == 'h' else 60):.1f} {unit}"
@@ -54,9 +54,9 @@ def seconds_words(seconds: float) -> str:
 
 
 def stall_finding(stall: Mapping[str, Any], whole_seconds: float | None = None) -> Finding:
-    """Return the finding STALLED of a `round.stalled` event's data.
+    """Return the finding STALLED for a `round.stalled` event's data.
 
-    `whole_seconds`: how long the round took in the end; None while it stands still.
+    `whole_seconds`: how long the round took in the end; None while it is stalled.
     """
     more = {key: stall[key] for key in ("phase", "awaited", "waiting_since") if key in stall}
     text = stall_words(stall)
@@ -80,7 +80,7 @@ def stall_finding(stall: Mapping[str, Any], whole_seconds: float | None = None) 
 
 
 def stalled_rounds(history: History, round_index: int) -> Sequence[Finding]:
-    """STALLED: the round stood still, as the watching thread saw it at the time, and went on."""
+    """STALLED: the round stood still, as recorded by the watching thread at the time, and then continued."""
     stalls = [event.data for event in history.events(STALLED) if event.where.round == round_index]
     if not stalls:
         return ()

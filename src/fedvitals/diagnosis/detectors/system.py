@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of system problems: clients that fail, are late or slow, or lose telemetry; those that stay away or lose
-messages are in `absence`.
+"""Detectors of system problems: clients that fail, are late or slow, or lose telemetry.
 
-What a host reports as an error is a finding at once. What also happens to healthy clients now and then (missing a
-deadline) is one only when it happens to a client too often to be chance, judged by the rate of the other clients.
+Clients that stay away or lose messages are in `absence`.
+
+What a host reports as an error is a finding at once. What healthy clients also do now and then (miss a deadline) is a
+finding only when it happens to a client too often to be chance, given the rate of the other clients.
 
 No finding quotes the text of an exception: a client wrote it, and findings pass every privacy level. They name the
 class of the error; the text stands in the event, where the privacy level allows it.
@@ -38,24 +39,24 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Event, Finding, Suspect
 
 SLOW = 4.0  # times its peers
-SLOWER = 3.0  # times its own past, compared with the peers
-SLOW_SCORE = 4.0  # and so many robust standard deviations
-SPREAD = 0.15  # of the logarithm of times, which machines always have
-SLOW_ROUNDS = 3  # participations in a row
-FEWEST_PEERS = 4  # clients, below which a median says little
+SLOWER = 3.0  # times its own past, relative to the peers
+SLOW_SCORE = 4.0  # and this many robust standard deviations
+SPREAD = 0.15  # of the logarithm of times: variation that machines always have
+SLOW_ROUNDS = 3  # consecutive participations
+FEWEST_PEERS = 4  # clients; below this a median says little
 KIND_OF_DEVICE = 0.25  # share of the cohort
 HANGING_SECONDS = 600.0
-HANGING = 100.0  # times its peers: nothing computes so slowly
-REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
-BY_CHANCE = 0.05  # such stretches of slow rounds expected in the run, where now one client and now another is slow
-TIMES = (  # by which clients are compared, and how many seconds more than its peers make a client slow
+HANGING = 100.0  # times its peers: no computation is this slow
+REAL_SECONDS = 0.5  # more than its peers, on a real clock, because a busy machine is not a finding
+BY_CHANCE = 0.05  # expected number of such stretches in the run, if clients become slow at random
+TIMES = (  # the times compared, and how many seconds more than its peers make a client slow
     ("time.compute_virtual", 0.0),
     ("time.client_virtual", 0.0),
     ("time.client", REAL_SECONDS),
     ("time.client_evaluate", REAL_SECONDS),
 )
 
-# The reason quotes what the client sent, and so stands in the event alone.
+# The reason quotes what the client sent, so it only appears in the event.
 LIMITED_WORDS = "{} brought more names or records than one client may; the event `telemetry.refused` names the limit."
 REFUSED_WORDS = "Telemetry of {} was refused, whole or in part; the event `telemetry.refused` says why."
 MOST_SUSPECTS = 20
@@ -64,7 +65,7 @@ YEAR_SECONDS, DAY_SECONDS = 365.25 * 86_400, 86_400
 BOUND = 0.5  # share of a round
 BOUND_ROUNDS = 5  # in a row
 BOUND_SECONDS = 1.0  # a round: a shorter one needs no remedy
-BOTTLENECKS = {  # and what is then meant; computing is what the machines are there for, and no finding
+BOTTLENECKS = {  # and the finding's wording; computing is not a bottleneck but the purpose
     "straggler": "waiting for the slowest clients",
     "upload": "sending updates to the server",
     "download": "sending the model to clients",
@@ -83,9 +84,9 @@ DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Err
 
 
 def failures(history: History, round_index: int) -> Iterator[Finding]:
-    """CRASH, OUT_OF_MEMORY or DISK_FULL of each client whose training ended with an error.
+    """CRASH, OUT_OF_MEMORY or DISK_FULL for each client whose training ended with an error.
 
-    Where all clients failed they are one case: NOTHING_AGGREGATED of a training, CRASH of an evaluation.
+    If all clients failed they are one case: NOTHING_AGGREGATED for training, CRASH for evaluation.
     """
     seen: set[tuple[str, Node | None]] = set()
     phases = {str(data.get("phase")) for data in phases_of(history, round_index) if _nobody_answered(data)} - {TRAIN}
@@ -166,7 +167,7 @@ def _first_round_of(history: History, round_index: int, event: Event) -> int:
 
 
 def late(history: History, round_index: int) -> Iterator[Finding]:
-    """TIMEOUT: a client that repeatedly misses the deadline, or whose connection hangs where there is none."""
+    """TIMEOUT: a client that repeatedly misses the deadline, or whose connection hangs if there is none."""
     yield from frequent_failures(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
     seconds = history.latest("time.client_virtual", round_index)
     usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
@@ -185,7 +186,7 @@ def stragglers(history: History, round_index: int) -> Iterator[Finding]:
             slow = [*_slow_clients(history, round_index, name, least)]
             yield from slow
             if slow or name == "time.client_virtual":
-                return  # real seconds say nothing where a virtual clock runs
+                return  # real seconds mean nothing while a virtual clock runs
 
 
 def _slow_clients(history: History, round_index: int, name: str, least: float) -> Iterator[Finding]:
@@ -218,14 +219,15 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
                 "STRAGGLER", round_index, text, confidence=0.95, since=newest[0], node=node, numbers=[number], more=more
             )
         )
-    # Many that are slow from the first are another kind of device, as healthy as the rest.
+    # If many are slow from the start, they are another kind of device, as healthy as the rest.
     many = slow > max(1, KIND_OF_DEVICE * len(scores[round_index]))
     yield from (slow_client for slow_client in findings if slow_client.evidence["changed"] or not many)
 
 
 def _is_chance(scores: Mapping[int, Mapping[Node, tuple[float, float]]], numbers: Sequence[int], node: Node) -> bool:
-    """Return whether a stretch of slow rounds as long as the node's may be chance, by how often other clients become
-    slow: on a busy machine now one client waits for a processor, and now another.
+    """Return whether a node's stretch of slow rounds may be chance, given how often other clients become slow.
+
+    On a busy machine the clients take turns waiting for a processor.
     """
     limit = math.log(SLOW) / 2
     began, rested, length = 0, 0, 0
@@ -241,12 +243,11 @@ def _is_chance(scores: Mapping[int, Mapping[Node, tuple[float, float]]], numbers
 
 
 def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, dict[Node, tuple[float, float]]]:
-    """Return for each round how many times longer than the median a client took, as a logarithm, and in robust
-    deviations.
+    """Return for each round how many times longer than the median a client took, and in robust deviations.
 
-    Clients with more work may take longer, so times are compared as they are, per step, or per sample, whichever makes
-    the clients most alike over these rounds; but hardly more than as they are, since a client with almost no work still
-    has a start-up time.
+    Both of the logarithm. Clients with more work may take longer, so times are compared as they are, per step, or per
+    sample, whichever makes the clients most alike over these rounds; but hardly more than as they are, since a client
+    with almost no work still has a start-up time.
     """
     measures = {work: {n: _over_median(history, n, name, work) for n in numbers} for work in ("", "steps", "samples")}
     spread = {
@@ -265,7 +266,7 @@ def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, 
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return what `numpy.median` does, of a few values at a fraction of its time."""
+    """Return the same as `numpy.median`, in a fraction of the time for a few values."""
     ordered = sorted(values)
     middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     return math.nan if any(map(math.isnan, values)) else middle
@@ -293,7 +294,7 @@ def _spread(offs: Sequence[float]) -> float:
 
 
 def clocks(history: History, round_index: int) -> Iterator[Finding]:
-    """CLOCK_SKEW: a client's times are impossible: it began before it was asked, or sent after its message arrived."""
+    """CLOCK_SKEW: a client's times are impossible: it began before it was asked, or sent after its reply arrived."""
     for node, seconds in history.latest("time.clock_error", round_index).items():
         if abs(seconds) > 0.5:
             way = "ahead" if seconds > 0 else "behind"
@@ -303,7 +304,7 @@ def clocks(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def time_words(seconds: float) -> str:
-    """A duration that may be very long, in words: «12.3 s», «3.5 days», «56.7 years»."""
+    """Return a duration that may be very long, in words: «12.3 s», «3.5 days», «56.7 years»."""
     if seconds < DAY_SECONDS:
         return f"{seconds:,.1f} s"
     years = seconds / YEAR_SECONDS
@@ -311,10 +312,10 @@ def time_words(seconds: float) -> str:
 
 
 def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
-    """TELEMETRY_LOST: a client trained and its measurements did not arrive, or records were lost here."""
+    """TELEMETRY_LOST: a client trained but its measurements did not arrive, or records were lost here."""
     events = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
     failed = {event.where.node for event in events if event.name == "client.failed"}
-    # Of a client that brought too much and broke a rule as well, the rule is told.
+    # If a client both sent too much and broke a rule, the broken rule is reported.
     mild_first = sorted(events, key=lambda event: not _is_about_amount(event))
     lost = {event.where.node: event for event in mild_first if event.name != "client.failed"}
     for node, event in lost.items():
@@ -341,14 +342,14 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _is_about_amount(event: Event) -> bool:
-    """Whether a client reached a limit on its names or records, and broke no rule."""
+    """Return whether a client reached a limit on its names or records, rather than breaking a rule."""
     return event.name == "telemetry.refused" and event.level == "info"
 
 
 def _records_lost(event: Event) -> int:
-    """Return how many of the records that `monitor.lost` counts an event accounts for."""
+    """Return how many of the records counted by `monitor.lost` an event accounts for."""
     records = event.data.get("records")
-    if event.data.get("claimed") is True:  # by a client that may lie: not counted here
+    if event.data.get("claimed") is True:  # by a client, which may lie: not counted here
         return 0
     if event.name == "worker.lost":
         return records if isinstance(records, int) and records > 0 else 1
@@ -356,11 +357,14 @@ def _records_lost(event: Event) -> int:
 
 
 def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
-    """BOTTLENECK: most of each round goes to the same thing other than computing. Judged up to the previous round."""
+    """BOTTLENECK: most of each round is spent on the same thing other than computing.
+
+    Judged up to the previous round.
+    """
     numbers = rounds_until(history, round_index - 1, BOUND_ROUNDS)
     if len(numbers) < BOUND_ROUNDS:
         return
-    for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
+    for kind, words in BOTTLENECKS.items():  # stragglers first: what delays them does not affect all
         series = history.series(f"bottleneck.{kind}", None)
         newest = dict(newest_values(series, round_index - 1, BOUND_ROUNDS))
         kind_shares = [newest.get(number, 0.0) for number in numbers]
@@ -384,7 +388,7 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _bound_since(shares: Mapping[int, float], first: int) -> int:
-    """Return the round from which on the bottleneck lasted without a break."""
+    """Return the round since which the bottleneck has lasted without interruption."""
     for round_index in sorted((n for n in shares if n < first), reverse=True):
         if shares[round_index] < BOUND:
             break
@@ -393,7 +397,7 @@ def _bound_since(shares: Mapping[int, float], first: int) -> int:
 
 
 def _straggler_words(history: History, numbers: Sequence[int]) -> str:
-    """Return which client most of these rounds waited for, in words; empty if no single one."""
+    """Return which client most of these rounds waited for, in words; empty if there is no single one."""
     last = Counter(node for round_index in numbers for node in history.latest("time.critical", round_index))
     node, times = last.most_common(1)[0] if last else ("", 0)
     return f", {node} in {times} of the last {len(numbers)} rounds" if times > len(numbers) / 2 else ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors for runs whose updates are transformed on the way: what shows all the same (see `abstentions`).
+"""Detectors for runs whose updates are transformed on the way: problems that remain visible (see `abstentions`).
 
 Lossy compression changes every update a little, and all in about the same proportion. An update that is many times as
-large as the others', and larger than its own training explains, was multiplied by something else.
+large as the others', and larger than its own training explains, was multiplied separately.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding, Suspect
 
 OVERSIZED = 5.0  # times the median client's update, and times what the client's own training explains
-OVERSIZED_UNTOLD = 30.0  # times the median client's, where a client tells nothing about its training
+OVERSIZED_UNTOLD = 30.0  # times the median client's, if a client reports nothing about its training
 
 
 def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
     """BYZANTINE, in transformed runs only: an update far larger than the others' and than its training explains.
 
-    Elsewhere the comparison with training and the learnt evidence find it. The proportion of the received to the
-    trained update is compared with the median client's, because compression alters that of everybody.
+    In other runs, the comparison with training and the learnt evidence detect it. The ratio of the received to the
+    trained update is compared with the median client's, because compression changes everyone's.
     """
     norms = {n: v for n, v in history.latest("update.norm", round_index).items() if 0 < v < np.inf}
     usual = float(np.median([*norms.values()])) if len(norms) >= FEWEST_CLIENTS else np.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients whose low-rank adapters have another rank than most: their updates have other sizes, and are no peers'."""
+"""Clients whose low-rank adapters have another rank than most: their updates differ in size, so they are not peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedvitals.protocols import History, Node
 
 @shared
 def clients_of_other_rank(history: History, round_index: int) -> frozenset[Node]:
-    """Return the clients of a round whose adapters have not the most common rank; none where all have one."""
+    """Return the clients of a round whose adapters do not have the most common rank; empty if all have the same."""
     ranks = {**history.latest("adapter.rank", round_index), **history.latest("update.adapter_rank", round_index)}
     if len(set(ranks.values())) < 2:
         return frozenset()

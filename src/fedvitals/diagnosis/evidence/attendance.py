@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who took part in a round, who did not answer, and who belongs to which group: shared by the rules about clients.
+"""Which clients took part in a round, did not answer, or belong to a group: shared by the rules about clients.
 
-The `History` of a stored run also knows the rounds after the one that is examined; nothing here looks at them.
+The `History` of a stored run also has the rounds after the one being examined; nothing here reads them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import FAILURES, Event
 
 SERVER = "server"
-TRAIN = "train"  # what the host calls the phase in which updates are made
-LOOK_BACK = 30  # rounds in which the past of a client is looked for
-FEW_SAMPLES = 0.1  # of the median client's: fewer say little
+TRAIN = "train"  # the host's name for the phase in which updates are made
+LOOK_BACK = 30  # rounds searched for a client's past
+FEW_SAMPLES = 0.1  # of the median client's: fewer samples say little
 
 
 def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
@@ -55,18 +55,17 @@ def events_in(history: History, round_index: int, *names: str) -> list[Event]:
 
 
 def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -> float | None:
-    """Return the median of a metric over all but these nodes; None if there are no others."""
+    """Return the median of a metric over all except these nodes; None if there are no others."""
     others = [value for node, value in values.items() if node not in left_out]
     return float(np.median(others)) if others else None
 
 
 @shared
 def clients_with_few_samples(history: History, round_index: int) -> frozenset[Node]:
-    """Return the clients that train on less than a tenth of the usual number of samples, and whose updates are at most
-    twice as large as usual.
+    """Return the clients with less than a tenth of the usual samples, and updates at most twice the usual size.
 
-    After one or two steps an update says little about the samples behind it. The size is what the server measures, so
-    that a client cannot hide a large update behind a small number.
+    After one or two steps an update says little about the samples behind it. The server measures the size, so that a
+    client cannot hide a large update behind a small number.
     """
     counts = {**history.latest("samples", round_index), **history.latest("update.samples", round_index)}
     norms = {node: norm for node, norm in history.latest("update.norm", round_index).items() if math.isfinite(norm)}
@@ -119,15 +118,14 @@ def calls_by_client(history: History, round_index: int, names: Iterable[str]) ->
 
 
 FAILED_CALL_EVENTS = tuple(name for name in FAILURES if name != "worker.lost")
-"""Events about a client that was asked, and from whom nothing of use came; its records alone are no answer missed."""
+"""Events about a client that was asked and returned nothing usable; lost records alone are not a missed answer."""
 
 
 @shared
 def failed_calls(history: History, round_index: int) -> dict[Node, Event]:
-    """Return the clients asked to train in a round of which no update could be used, each with the event that says
-    why.
+    """Return the clients asked to train in a round without a usable update, each with the event that says why.
 
-    A failure in evaluation is none, nor is one that belongs to an earlier round and became known only now.
+    A failure in evaluation does not count, nor one of an earlier round that became known only now.
     """
     failed: dict[Node, Event] = {}
     for event in events_in(history, round_index, *FAILED_CALL_EVENTS):
@@ -138,13 +136,13 @@ def failed_calls(history: History, round_index: int) -> dict[Node, Event]:
 
 
 def cohort_of(history: History, round_index: int) -> set[Node]:
-    """Return all clients that were asked to train in a round, as far as is known: those that did, those that failed."""
+    """Return all clients that were asked to train in a round, as far as known, including those that failed."""
     asked = {node for data in _train_cohorts(history, round_index) for node in data.get("asked", ())}
     return {*asked, *clients_of(history, round_index), *failed_calls(history, round_index)}
 
 
 def answered_of(history: History, round_index: int) -> int:
-    """Return how many clients gave an update that could be used, as far as is known."""
+    """Return how many clients sent a usable update, as far as known."""
     cohorts = _train_cohorts(history, round_index)
     if cohorts:
         return len(cohorts[-1].get("answered", ()))
@@ -163,9 +161,9 @@ def _train_cohorts(history: History, round_index: int) -> list[Mapping[str, Any]
 
 @shared
 def everyone_failed(history: History, round_index: int) -> bool:
-    """Return whether several clients were asked to train in a round, and not one of them gave a usable update.
+    """Return whether several clients were asked to train in a round, and none of them sent a usable update.
 
-    A round of a single client is not counted: there, the client is the case. False where privacy hides who answered.
+    A round of a single client does not count: then the client is the case. False if privacy hides who answered.
     """
     failed = failed_calls(history, round_index)
     if len(failed) < 2:
@@ -173,7 +171,7 @@ def everyone_failed(history: History, round_index: int) -> bool:
     cohorts = _train_cohorts(history, round_index)
     if cohorts:
         return not any(data.get("answered") for data in cohorts)
-    # What a client tells of its own failure does not unsay an update that the server has.
+    # A client's report of its own failure does not outweigh an update that the server has.
     sent = history.latest("update.samples", round_index)
     if any(node not in failed or failed[node].name == "client.failed" for node in sent):
         return False
@@ -181,7 +179,7 @@ def everyone_failed(history: History, round_index: int) -> bool:
         return False
     if events_in(history, round_index, "aggregation.failed"):
         return True
-    # Where privacy hides the clients' numbers, their answers are not seen either.
+    # If privacy hides the clients' numbers, their answers are hidden too.
     return any(clients_of(history, past_round) for past_round in reversed(rounds_until(history, round_index)))
 
 

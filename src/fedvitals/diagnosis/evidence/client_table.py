@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are kept of each client from round to round, as arrays with one row per client.
+"""Per-client numbers kept from round to round, as arrays with one row per client.
 
-At most `MOST_CLIENTS` clients are remembered, or as many as take part in one round if these are more. Beyond that, the
-clients that have been absent longest are forgotten: they count as new when they come back.
+At most `MOST_CLIENTS` clients are remembered, or as many as take part in one round if that is more. Beyond that, the
+clients absent longest are forgotten, and count as new when they come back.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class ClientColumn:
         self.values: npt.NDArray[Any] = np.full((0, *shape), fill, dtype)
 
     def resize(self, rows: int) -> None:
-        """Make room for so many clients."""
+        """Make room for this many clients."""
         values = np.full((rows, *self.values.shape[1:]), self.fill, self.values.dtype)
         values[: len(self.values)] = self.values
         self.values = values
 
 
 class ClientTable:
-    """Which row belongs to which client. Columns are added before the first client."""
+    """Maps clients to rows. Columns are added before the first client."""
 
     def __init__(self, most: int = MOST_CLIENTS) -> None:
         self._most = most
-        self._rows: dict[Node, int] = {}  # the client that was absent longest first
+        self._rows: dict[Node, int] = {}  # longest absent client first
         self._columns: list[ClientColumn] = []
-        self._capacity = self._used = 0  # rows that there are, and those of them that ever belonged to a client
-        self._free: list[int] = []  # of the used rows, those of clients that were forgotten
+        self._capacity = self._used = 0  # number of rows, and how many have ever been used
+        self._free: list[int] = []  # used rows whose clients were forgotten
         self.forgotten: list[Node] = []  # clients that lost their rows in the last call of `rows_of`
 
     def column(self, shape: tuple[int, ...] = (), dtype: npt.DTypeLike = np.float64, fill: float = 0.0) -> ClientColumn:
-        """Add a quantity, which is `fill` for a client that is new."""
+        """Add a quantity, whose value for a new client is `fill`."""
         self._columns.append(ClientColumn(shape, dtype, fill))
         return self._columns[-1]
 
     def rows_of(self, nodes: Sequence[Node]) -> Rows:
-        """Return the rows of the clients that take part in a round. New ones get rows, which begin as `fill`."""
+        """Return the rows of the clients that take part in a round. New clients get rows with the value `fill`."""
         rows = np.array([self._rows.pop(node, -1) for node in nodes], dtype=np.intp)
         self.forgotten = []
         while self._rows and len(self._rows) + len(nodes) > self._most:
@@ -77,12 +77,12 @@ class ClientTable:
         return [*rows, *range(first, self._used)]
 
     def row_of(self, node: Node) -> int | None:
-        """Return the row of a client; None if it is not known."""
+        """Return the row of a client; None if it is unknown."""
         return self._rows.get(node)
 
     @property
     def capacity(self) -> int:
-        """The number of rows for which there is room."""
+        """The number of rows allocated."""
         return self._capacity
 
     def __len__(self) -> int:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what clients tell of their data (`probes.data_sketch`) with their peers, and with their own earlier data.
+"""Compare the data that clients describe (`probes.data_sketch`) with their peers' and with their own earlier data.
 
-All comparisons are of means by class, in units of the spread within classes. Which explanation fits best is asked by
+All comparisons are of means by class, in units of the spread within classes. The best explanation is chosen by
 log-likelihood ratios under normal errors, each with one free parameter:
 
-- *flip*: the samples that a client labels c are, to a share, of one other class;
-- *noise*: the samples of every label are, to a share, a mixture of all the client's samples;
+- *flip*: a share of the samples that a client labels c belong to one other class;
+- *noise*: a share of the samples of every label is a mixture of all the client's samples;
 - *excess*: how much there is to explain at all.
 
-Healthy clients differ, too, beyond what the number of their samples explains. How much is estimated from the run
-itself (τ², from the middle of all clients' deviations) and allowed for. Nothing here is learnt.
+Healthy clients also differ beyond what their numbers of samples explain. How much is estimated from the run itself (τ²,
+from the middle of all clients' deviations) and allowed for. Nothing here is learnt.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from fedvitals.data_change import DataSketch
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
-FEWEST_CLIENTS = 3  # that have described their data, from which one of them can stand out: two others agree
-FEWEST_IN_POOL = 8  # samples of a class that the peers have, and at least of two peers, to compare with
-RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they would be seen
-PRIOR = 10  # samples, as which the usual width of a class counts
+FEWEST_CLIENTS = 3  # described clients needed before one can stand out: two others agree
+FEWEST_IN_POOL = 8  # samples of a class, from at least two peers, needed for a comparison
+RESOLVED = 0.4  # share of wrong labels for which detectability is computed
+PRIOR = 10  # prior weight, in samples, of the usual width of a class
 MOST_WEIGHT = 4.0  # times the usual number of samples of a class
 RIDGE = 0.03  # of its variance, added to every direction
-SHRINKAGE = 4  # cells per dimension, as many as count for directions being alike
+SHRINKAGE = 4  # cells per dimension, the weight of equal directions
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
-MOST_OUTLYING = 0.3  # of all clients, and at least one
-LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations, that healthy clients have
-FEW_CLIENTS = 4  # of fewer than so many, twice as much: what is usual among them is hardly known
-UNUSUAL_SPREAD = 4.5  # deviations of that logarithm, from which a client is left out of the pool
+MOST_OUTLYING = 0.3  # of all clients, but at least one
+LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations: variation among healthy clients
+FEW_CLIENTS = 4  # below this number of clients the spread counts twice, as it is hardly known
+UNUSUAL_SPREAD = 4.5  # deviations of that logarithm, above which a client is left out of the pool
 
 
 @dataclass(frozen=True, slots=True)
 class DataDeviation:
-    """How far one client's data are from what is expected."""
+    """How far one client's data deviate from what is expected."""
 
     noise: float  # log-likelihood ratio
     rate: float  # estimated share of wrong labels
-    mixed: float  # what wrong labels explain, if their share may differ by class; as a log-likelihood ratio
+    mixed: float  # log-likelihood ratio of wrong labels whose share may differ by class
     flip: float  # log-likelihood ratio
-    pair: tuple[int, int] | None  # label, and the class that its samples are of
+    pair: tuple[int, int] | None  # label, and the true class of its samples
     share: float  # of the label's samples
-    flipped: float  # that many samples, and as a share of all that the client described
+    flipped: float  # number of such samples, and their share of all that the client described
     flipped_share: float
-    pairs: int  # of classes in which a flip was looked for, of all clients
+    pairs: int  # class pairs in which a flip was searched for, over all clients
     flips: int  # labels for which a flip is a likely explanation
-    usual_flip: float  # `flip` that a quarter of the other clients exceed
+    usual_flip: float  # value of `flip` that a quarter of the other clients exceed
     excess: float
     usual_excess: float  # the median of the other clients'
-    wider: float  # variance within its classes over the usual one; NaN where it is not known
-    cells: int  # classes that were compared
+    wider: float  # variance within its classes over the usual one; NaN if unknown
+    cells: int  # classes compared
     spread_score: float  # deviations of the logarithm of the inputs' standard deviation
     spread_ratio: float  # that standard deviation over the expected one
-    slope: float  # how far its classes lie apart, over the peers'; NaN where fewer than two are compared
+    slope: float  # how far apart its classes lie, over the peers'; NaN with fewer than two
     resolved: float  # the log-likelihood ratio that 40 % of wrong labels would have
 
 
@@ -78,9 +78,9 @@ class _Cells:
 
 
 def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviation]:
-    """Return how far each client's data are from those of its peers; empty where they are too few to tell.
+    """Return how far each client's data are from those of its peers; empty if there are too few to tell.
 
-    Twice: the second time those that stood out the most are no peers.
+    Computed twice; the second time, clients that stood out most are not peers.
     """
     comparable = _same_kind(sketches)
     if len(comparable) < FEWEST_CLIENTS:
@@ -88,7 +88,7 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     scores, ratios = spread_scores(comparable)
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
-    if cells is None:  # scalars are all that may leave the clients
+    if cells is None:  # only scalars may leave the clients
         nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
     cells = _rewhitened(cells, unusual)
@@ -100,15 +100,16 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
 
 
 def _same_kind(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataSketch]:
-    """Return the sketches of as many dimensions as most have, and with labels where most have them."""
+    """Return the sketches with the most common number of dimensions, and with labels if most have them."""
     kinds = [(sketch.means.shape[1], sketch.labelled) for sketch in sketches.values()]
     usual = max(set(kinds), key=kinds.count, default=None)
     return {node: own for (node, own), kind in zip(sketches.items(), kinds, strict=True) if kind == usual}
 
 
 def spread_scores(sketches: Mapping[Node, DataSketch]) -> tuple[dict[Node, float], dict[Node, float]]:
-    """Return how unusual the standard deviation of each client's inputs is among all, in robust deviations of its
-    logarithm, and its ratio to the median.
+    """Return how unusual the standard deviation of each client's inputs is, and its ratio to the median.
+
+    In robust deviations of its logarithm.
     """
     logs = np.array([math.log(s.spread) if 0 < s.spread < math.inf else np.nan for s in sketches.values()])
     if np.isfinite(logs).sum() < FEWEST_CLIENTS:
@@ -124,7 +125,7 @@ def spread_scores(sketches: Mapping[Node, DataSketch]) -> tuple[dict[Node, float
 
 
 def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _Cells | None:
-    """Return all sketches with means in units of the usual spread within classes; None where that is not known."""
+    """Return all sketches with means in units of the usual spread within classes; None if that is unknown."""
     whitening = _whitening([own for node, own in sketches.items() if node not in unusual])
     if whitening is None:
         return None
@@ -142,7 +143,7 @@ def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _C
 
 
 def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], column: Mapping[int, int]) -> Array:
-    """Return how wide each class is, as variance over that of the usual class, from all usual clients."""
+    """Return the width of each class, as its variance over that of the usual class, from all usual clients."""
     squares, freedom = np.zeros(len(column)), np.zeros(len(column))
     for node, own in sketches.items():
         places = [column[label] for label in own.classes]
@@ -150,12 +151,12 @@ def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], colu
             squares[places] += (own.counts - 1) * own.spreads
             freedom[places] += own.counts - 1
     usual = squares.sum() / max(freedom.sum(), 1)
-    # As if each class had been seen a little with the usual width: of few samples, little is known.
+    # A prior of a few samples of the usual width keeps classes with few samples near it.
     return np.asarray((squares + PRIOR * usual) / np.maximum((freedom + PRIOR) * usual, 1e-30))
 
 
 def _whitening(sketches: Collection[DataSketch]) -> Array | None:
-    """Return the matrix that gives projections unit covariance within classes, from the usual clients."""
+    """Return the matrix that gives projections unit covariance within classes, estimated from the usual clients."""
     traces = np.array([own.variance for own in sketches])
     usable = np.isfinite(traces) & (traces > 0)
     if not usable.any():
@@ -173,8 +174,9 @@ def _whitening(sketches: Collection[DataSketch]) -> Array | None:
 
 
 def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
-    """Return the cells with means in units of what healthy clients differ by in each direction, as far as that is
-    known: frames of one video, or one camera's pictures, differ from others more in some directions than in others.
+    """Return the cells with means in units of the differences between healthy clients in each direction, if known.
+
+    Frames of one video, or pictures of one camera, differ from others more in some directions than in others.
     """
     inside = np.array([node not in outside for node in cells.nodes])
     _, differences, sampling, compared, _ = _differences(cells, inside)
@@ -183,7 +185,7 @@ def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
         return cells
     scaled = differences[used] / np.sqrt(sampling[used] + _scatter(differences, sampling, used))[:, None]
     dimensions = scaled.shape[1]
-    # No cell counts more than the usual one: those of a client that stands out are among them.
+    # Each cell's weight is capped at the usual one, because outlying clients are among them.
     lengths = (scaled**2).sum(axis=1)
     scaled *= np.minimum(1.0, np.sqrt(np.median(lengths) / np.maximum(lengths, 1e-30)))[:, None]
     covariance = scaled.T @ scaled
@@ -196,13 +198,14 @@ def _rewhitened(cells: _Cells, outside: Collection[Node]) -> _Cells:
 def _differences(
     cells: _Cells, inside: npt.NDArray[np.bool_]
 ) -> tuple[Array, Array, Array, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return the means of each client's peers, how far its own lie from them and the variance of that by sampling;
-    which classes can be compared, and of which the peers' mean is known at all. All by client and class.
+    """Return the peers' means, how far each client's own lie from them, and the sampling variance of that.
+
+    Also which classes can be compared, and for which the peers' mean is known at all. All by client and class.
     """
     pooled = _weights(cells.counts) * inside[:, None]
     totals, holders = pooled.sum(axis=0), (pooled > 0).sum(axis=0)
     sums = (cells.means * pooled[:, :, None]).sum(axis=0)
-    others = totals - pooled  # [clients, classes]: samples that the peers have
+    others = totals - pooled  # [clients, classes]: samples of the peers
     compared = (cells.counts > 0) & (others >= FEWEST_IN_POOL) & (holders - (pooled > 0) >= 2)
     known = (others >= FEWEST_IN_POOL) & (holders - (pooled > 0) >= 1)
     centres = (sums - cells.means * pooled[:, :, None]) / np.maximum(others, 1)[:, :, None]
@@ -214,7 +217,7 @@ def _differences(
 def _deviations(
     cells: _Cells, outside: Collection[Node], scores: Mapping[Node, float], ratios: Mapping[Node, float]
 ) -> dict[Node, DataDeviation]:
-    """Return the deviations, with these clients left out of everybody's peers."""
+    """Return the deviations, with these clients excluded from all peers."""
     inside = np.array([node not in outside for node in cells.nodes])
     centres, differences, sampling, compared, known = _differences(cells, inside)
     scatter = _scatter(differences, sampling, compared & inside[:, None])
@@ -248,8 +251,9 @@ def _deviations(
 
 
 def _slope(cells: _Cells, centres: Array, compared: npt.NDArray[np.bool_], row: int) -> float:
-    """Return how far a client's classes lie apart over how far the peers' do: more with a camera of more contrast, and
-    as far as theirs with a noisy one.
+    """Return how far apart a client's classes lie, over the peers'.
+
+    A camera of higher contrast increases it, and a noisy one does not change it.
     """
     own = compared[row]
     if own.sum() < 2:
@@ -267,11 +271,11 @@ def _noise_rates(
     compared: npt.NDArray[np.bool_],
     contrast: Array,
 ) -> tuple[Array, Array, Array]:
-    """Return each client's share of wrong labels and the square of its standard error, NaN where it is not known; and
-    what such labels explain if each class may have a share of its own, as where a client has few samples of a class.
+    """Return each client's share of wrong labels, its squared standard error, and what labels wrong by class explain.
 
-    The means of its classes lie, by that share, nearer to those of its other samples. A shift that all classes have in
-    common, as of a brighter camera, is taken off first.
+    NaN if unknown. Wrong labels move the means of a client's classes by their share towards those of its other samples;
+    with few samples of a class, the share may differ by class. A shift common to all classes, as of a brighter camera,
+    is subtracted first.
     """
     rates, errors = np.full(len(cells.nodes), np.nan), np.full(len(cells.nodes), np.nan)
     mixed = np.zeros(len(cells.nodes))
@@ -285,7 +289,7 @@ def _noise_rates(
         towards = towards - np.average(towards, axis=0, weights=weights)
         moved = moved - np.average(moved, axis=0, weights=weights)
         lengths = (towards**2).sum(axis=1)
-        # Where a camera has less contrast, all classes lie nearer to each other, and the inputs scatter less.
+        # A camera of lower contrast brings all classes closer to each other, and the inputs scatter less.
         shares = np.clip((towards * moved).sum(axis=1) / np.maximum(lengths, 1e-9), 1 - contrast[row], 1.0)
         left, usual = moved - shares[:, None] * towards, moved - (1 - contrast[row]) * towards
         mixed[row] = float(((usual**2 - left**2).sum(axis=1) * weights).sum()) / 2
@@ -297,11 +301,12 @@ def _noise_rates(
 
 
 def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return the log-likelihood ratio that a client has more wrong labels than is usual here, [clients], and what it
-    would be for `RESOLVED` of them.
+    """Return the log-likelihood ratio that a client has more wrong labels than usual here, [clients].
+
+    Also its value for a share of `RESOLVED`.
     """
     peers = inside & np.isfinite(rates)
-    if peers.sum() < FEWEST_CLIENTS - 1:  # besides the client itself
+    if peers.sum() < FEWEST_CLIENTS - 1:  # not counting the client itself
         return np.zeros(len(rates)), np.zeros(len(rates))
     usual = float(np.median(rates[peers]))
     spread = 1.4826 * float(np.median(np.abs(rates[peers] - usual)))
@@ -312,8 +317,9 @@ def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) ->
 
 
 def _weights(counts: Array) -> Array:
-    """Return the weights of clients in their peers' pool: samples, of one client at most a few times the usual number,
-    so that nobody decides alone, by what it has or claims to have.
+    """Return the weights of clients in their peers' pool: their samples, capped at a few times the usual number.
+
+    So no client decides alone, by what it has or claims to have.
     """
     usual = np.array([np.median(own[own > 0]) if (own > 0).any() else 0.0 for own in counts.T])
     return np.minimum(counts, MOST_WEIGHT * usual)
@@ -335,8 +341,9 @@ def _best_flip(
     compared: npt.NDArray[np.bool_],
     known: npt.NDArray[np.bool_],
 ) -> tuple[float, tuple[int, int] | None, float, int]:
-    """Return the best explanation by one label whose samples are, to a share, of one other class: log-likelihood ratio,
-    the two classes, the share; and for how many labels there is such an explanation.
+    """Return the best explanation by one label of which a share of the samples belong to one other class.
+
+    This is the log-likelihood ratio, the two classes and the share; and the number of labels with such an explanation.
     """
     best: tuple[float, tuple[int, int] | None, float] = (0.0, None, 0.0)
     likely = 0

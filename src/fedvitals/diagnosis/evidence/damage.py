@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a faulty client does to the global model. A finding is critical only if it is certain and the model is being
+"""The effect of a faulty client on the global model. A finding is only critical if it is certain and the model is being
 lost.
 """
 
@@ -11,7 +11,7 @@ from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 
-DECIDES = 0.5  # share of the sizes of all weighted updates, from which one client decides where the model goes
+DECIDES = 0.5  # share of the sizes of all weighted updates, above which one client decides the direction of the model
 
 
 @shared
@@ -31,6 +31,6 @@ def deciding_client(history: History, round_index: int) -> Node | None:
 
 
 def model_stayed_finite(history: History, round_index: int) -> bool:
-    """Return whether the global model is known to have no NaN and no infinity after a round."""
+    """Return whether the global model is known to have no NaN or infinity after a round."""
     counts = history.latest("weight.nonfinite", round_index)
     return SERVER in counts and not counts[SERVER]

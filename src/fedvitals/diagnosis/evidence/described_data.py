@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients told of their data (`probes.data_sketch`), read once: of each client what it has now, and had before."""
+"""What clients reported about their data (`probes.data_sketch`), read once: each client's current and earlier data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import Event
 
 EVENT = "data"
-SOON = 2  # rounds before a change shows in what a client trains, its data may have changed
+SOON = 2  # a change of data counts this many rounds before it shows in what a client trains
 
 
 def read_sketch(event: Event) -> DataSketch | None:
-    """Return the sketch that an event holds; None if it cannot be read, as a client may send anything."""
+    """Return the sketch of an event; None if it cannot be read, because a client may send anything."""
     try:
         return sketch_from(event.where.round or 0, event.data)
     except (TypeError, ValueError, KeyError, OverflowError, AttributeError):
@@ -21,17 +21,17 @@ def read_sketch(event: Event) -> DataSketch | None:
 
 
 class DataSketches:
-    """Each client's newest sketch, and what has changed since an earlier one."""
+    """Each client's newest sketch, and what changed since an earlier one."""
 
     def __init__(self) -> None:
-        self.version = 0  # rises with every change
+        self.version = 0  # increases with every change
         self.newest: dict[Node, DataSketch] = {}
         self._own: dict[Node, OwnData] = {}
-        self._first: dict[Node, int] = {}  # round in which a client first told of its data
+        self._first: dict[Node, int] = {}  # round in which a client first described its data
         self._read: set[tuple[Node, int, float]] = set()
 
     def update(self, events: list[Event]) -> None:
-        """Take in what was told, as the events of that name, oldest first."""
+        """Add what was reported, as the events of that name, oldest first."""
         for event in events:
             node = event.where.node
             key = (node or "", event.where.round or 0, event.at)
@@ -47,12 +47,13 @@ class DataSketches:
             self.newest[node] = sketch
 
     def change(self, node: Node) -> DataChange | None:
-        """Return what was changed in a client's data; None if nothing was, or it is not known."""
+        """Return what changed in a client's data; None if nothing did, or it is unknown."""
         return self._own[node].change if node in self._own else None
 
     def labels_unchanged_since(self, node: Node, round_index: int) -> bool:
-        """Return whether a client's labels are known to be the same as before a round: its data did not change about
-        then, or its inputs alone did.
+        """Return whether a client's labels are known to be the same as before a round.
+
+        They are if its data did not change around then, or only its inputs did.
         """
         newest = self.newest.get(node)
         if newest is None:
@@ -66,7 +67,7 @@ class DataSketches:
 
 
 def _is_repeated(sketch: DataSketch, newest: DataSketch | None) -> bool:
-    """Return whether scalars are those that are known, told by a process that had not met the client before."""
+    """Return whether scalars repeat the known ones, sent by a process that had not met the client before."""
     if newest is None or sketch.inputs is not None or sketch.compared:
         return False
     return (sketch.samples, sketch.scalars) == (newest.samples, newest.scalars)
@@ -74,7 +75,7 @@ def _is_repeated(sketch: DataSketch, newest: DataSketch | None) -> bool:
 
 @shared
 def data_sketches(history: History, round_index: int) -> DataSketches:
-    """Return what clients told of their data up to a round. Nobody may change it."""
+    """Return what clients reported about their data up to a round. The result must not be modified."""
     sketches = state_of(history, DataSketches)
     sketches.update([event for event in history.events(EVENT) if (event.where.round or 0) <= round_index])
     return sketches

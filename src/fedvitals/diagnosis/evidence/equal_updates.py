@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of one round that sent the same update, to the last bit or nearly, and that did not share a model anyway."""
+"""Clients of one round that sent the same update, exactly or nearly, without having shared a model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fedvitals.diagnosis.evidence.update_mismatch import (
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 
-COPY, COPY_UNSEEN = 0.94, 0.998  # cosine of a copy to its peer's: where telemetry tells that it was not trained, else
-STANDS_OUT = 0.5  # of the distance from 1 that the next nearest have
-UNLIKE = 0.9  # up to which the others' must stay where telemetry tells nothing
+COPY, COPY_UNSEEN = 0.94, 0.998  # cosine of a copy to its peer's: with telemetry that contradicts it, and without
+STANDS_OUT = 0.5  # of the distance from 1 of the next nearest
+UNLIKE = 0.9  # upper limit for the others' cosines if there is no telemetry
 
 Alike = tuple[Node, ...]
 
 
 @shared
 def equal_updates(history: History, round_index: int) -> list[Alike]:
-    """Return the clients that sent the same to the last bit, one tuple per update.
+    """Return the clients that sent bitwise equal updates, one tuple per update.
 
-    Members of an edge that share a model send the same: an update that all of a group sent, but for those who did not
+    Members of an edge that share a model send the same: an update sent by all of a group, except those that did not
     send what they trained, is left out.
     """
     twins = history.latest("update.duplicates", round_index)
@@ -37,7 +37,7 @@ def equal_updates(history: History, round_index: int) -> list[Alike]:
     norms = history.latest("update.norm", round_index)
     clients, groups = clients_of(history, round_index), groups_of(history, round_index)
     if groups and len(twins) > len(clients) / 2:
-        return []  # groups whose members average with each other at each step, and then send the same
+        return []  # groups whose members average at each step, and so send the same
     altered = clients_with_altered_updates(history, round_index)
     by_norm: dict[float, list[Node]] = {}
     for node in twins:
@@ -55,17 +55,17 @@ def equal_updates(history: History, round_index: int) -> list[Alike]:
 def nearly_equal_updates(history: History, round_index: int) -> dict[Alike, float]:
     """Return the clients whose updates are nearly equal, with the cosine.
 
-    Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of them must have sent
-    something else than it trained, by its telemetry. Without telemetry, the pair must be closer than that, in a round
-    where nobody else is close, and never inside a group, whose members pass models on. Nothing is returned where
-    updates are transformed on their way: coarse values make honest updates alike.
+    Clients with the same few classes are nearly as alike (cosines up to 0.99 were observed), so telemetry must show
+    that one of them sent something other than it trained. Without telemetry, the pair must be closer than that, in a
+    round where no other pair is close, and never within a group, whose members pass models on. Empty if updates are
+    transformed on their way, because coarse values make honest updates alike.
     """
     values = peer_statistic(history, round_index, "nearest")
     if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
         return {}
     altered, groups = clients_with_altered_updates(history, round_index), groups_of(history, round_index)
     unaltered = clients_with_trained_updates(history, round_index)
-    # What several send back is nearer to the server's step than to each other.
+    # Clients that send the server's step back are nearer to it than to each other.
     steps = peer_statistic(history, round_index, "step")
     by_cosine: dict[float, list[Node]] = {}
     for node, value in values.items():
@@ -87,7 +87,7 @@ def nearly_equal_updates(history: History, round_index: int) -> dict[Alike, floa
 
 @shared
 def peer_statistic(history: History, round_index: int, statistic: str) -> Mapping[Node, float]:
-    """Return a statistic of each client's update compared with the others of its round."""
+    """Return a statistic that compares each client's update with the others of its round."""
     nodes, values = history.across("update.peers", (statistic,), round_index)
     if not nodes or not values.size:
         return {}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update exactly is, where it is not what its client trained: negated, multiplied, old, or nobody's.
+"""Exact relations of an update that is not what its client trained: negated, multiplied, old, or trained by nobody.
 
-These are equalities, not likenesses: they hold to rounding or not at all, need no peers and no past, and say which
-fault it is. So they come before all evidence that was learnt. They rest on what the client itself reports of its
-training; of a client that reports nothing, or lies, only an old update, or the others' turned round, is recognised.
+These are equalities, not similarities: they hold up to rounding or not at all, need neither peers nor a past, and
+identify the fault. So they come before all learnt evidence. They use what the client itself reports of its training; if
+a client reports nothing, or lies, only an old update, or the negated sum of the others', is recognised.
 
 What the whole federation shows is how it works (weighted updates, the other sign convention, compression), and says
-nothing about one client: a relation counts only where at most half of the clients that can be compared have it.
+nothing about one client: a relation only counts if at most half of the comparable clients have it.
 """
 
 from __future__ import annotations
@@ -31,44 +31,42 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-SAME = 1e-5  # relative difference of two numbers of the same update, as a store keeps them
+SAME = 1e-5  # relative difference of two numbers of the same update, at a store's precision
 SAME_DIRECTION = 1 - 1e-6
 SMOOTH = 0.99
-SAME_LENGTH = 2e-3  # of the norms of two updates that were clipped to the same length
+SAME_LENGTH = 2e-3  # of the norms of two updates clipped to the same length
 SAME_FACTOR = 0.01
-NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
-ROUNDS_BACK = 10  # in which an update that is sent again is looked for
-FAR = 3.0  # times the usual difference that a transformation makes
-CROWD = 3  # clients that send one and the same update
-CROWD_ROUNDS = 20  # over which a crowd of which only some take part is put together
-FEWEST_OTHERS = 2  # clients, whose updates show what is done to all on their way
-# Cosine to the sum of the others' directions, up to which an update is that sum turned round. Of 13,982 healthy rounds
+NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less than this
+ROUNDS_BACK = 10  # in which a resent update is searched for
+FAR = 3.0  # times the usual difference made by a transformation
+CROWD = 3  # clients that send the same update
+CROWD_ROUNDS = 20  # over which a crowd that takes part only in parts is assembled
+FEWEST_OTHERS = 2  # other clients, whose updates show what happens to all on their way
+# Cosine to the sum of the others' directions, below which an update is that sum negated. Of 13,982 healthy rounds
 # of four clients or more in `tune-wide` and `healthy-tune`, the lowest is -0.89.
 OPPOSED, FEWEST_OPPOSED = -0.95, 4
-BALANCED = -0.5  # the same of the median of the others, up to which all updates together cancel out, as at an optimum
+BALANCED = -0.5  # the same for the median of the others, below which all updates together cancel out, as at an optimum
 SERVER = "server"
 
 Kind = Literal["negated", "scaled", "shrunk", "clipped", "sparsified", "stale", "repeated", "colluding", "opposed"]
 HARMLESS: frozenset[Kind] = frozenset({"clipped", "sparsified"})
-"""What honest clients do to their updates on their own: no reason to call one of them faulty."""
+"""What honest clients do to their updates: not by itself a fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactRelation:
-    """What a client's update is: `factor` times what it trained, of `rounds` rounds ago, or the same as that of
-    `others`.
-    """
+    """The relation of a client's update: `factor` times what it trained, or that of `rounds` ago, or of `others`."""
 
     kind: Kind
     factor: float = 1.0
     rounds: int = 0
     others: tuple[Node, ...] = ()
-    nearly: bool = False  # the same but for a little noise
+    nearly: bool = False  # equal except for a little noise
 
 
 @shared
 def exact_relations(history: History, round_index: int) -> dict[Node, ExactRelation]:
-    """Return the relation of each client whose update is known to be something else than it trained, and what."""
+    """Return the relation of each client whose update is known to differ from what it trained."""
     relations = _colluding(history, round_index)
     factors = history.latest("update.factor", round_index)
     ages = history.latest("update.base_age", round_index)
@@ -87,9 +85,9 @@ def exact_relations(history: History, round_index: int) -> dict[Node, ExactRelat
 
 
 def _of_few(history: History, round_index: int, relations: dict[Node, ExactRelation]) -> dict[Node, ExactRelation]:
-    """Return the relations that at most half of the comparable clients have; a single client has nobody beside it.
+    """Return the relations that at most half of the comparable clients have; a single client has none to compare.
 
-    Where updates are transformed on their way, shorter ones are what that does.
+    If updates are transformed on their way, shorter ones are explained by that.
     """
     compared = len(update_mismatches(history, round_index))
     signs = {node: relation.factor < 0 for node, relation in relations.items()}
@@ -99,7 +97,10 @@ def _of_few(history: History, round_index: int, relations: dict[Node, ExactRelat
 
 
 def _multiplied(history: History, round_index: int, node: Node, factor: float) -> ExactRelation:
-    """Return what a factor means. One below 1 that gives updates of one length is clipping; one that stays is none."""
+    """Return what a factor means.
+
+    A factor below 1 that gives updates of one length is clipping; a constant factor is not.
+    """
     if factor < 0:
         return ExactRelation("negated", factor)
     if factor > 1:
@@ -115,7 +116,7 @@ def _multiplied(history: History, round_index: int, node: Node, factor: float) -
             lengths.append(history.latest("update.norm", past_round).get(node, 0.0))
             break
     clipped = not lengths or any(abs(length - norms[node]) <= SAME_LENGTH * norms[node] for length in lengths)
-    # Once, it cannot be told from clipping, and a short update does no harm.
+    # A single one cannot be told from clipping, and a short update does no harm.
     return ExactRelation("clipped" if clipped else "shrunk", factor)
 
 
@@ -125,7 +126,7 @@ def _same_length(history: History, first: int, second: int, node: Node) -> bool:
 
 
 def _sparsified(history: History, round_index: int, node: Node) -> ExactRelation | None:
-    """Return that most of what was trained is 0 in the update, which is no longer than what was trained; else None."""
+    """Return the relation if the update is the trained one with most values set to 0, and is no longer; else None."""
     drift = history.latest("weight.drift", round_index).get(node, 0.0)
     shorter = history.latest("update.norm", round_index).get(node, np.inf) <= drift * (1 + MISMATCH_LIMIT)
     zeros, untrained = (_zero_shares(history, round_index, family).get(node, 0.0) for family in ("update", "gradient"))
@@ -143,11 +144,11 @@ def _zero_shares(history: History, round_index: int, family: str) -> dict[Node, 
 
 
 def _opposed(history: History, round_index: int) -> dict[Node, ExactRelation]:
-    """Return the clients whose update is the sum of the others' directions turned round.
+    """Return the clients whose update is the negated sum of the others' directions.
 
-    At an optimum that is so of everybody, since all updates together cancel out. Inverted labels of two classes train
-    just that: clients with wrong labels are left out, and those that report to have trained it layer by layer, because
-    it is their data that are judged. Nobody trains it on labels and inputs like those of the others.
+    At an optimum this holds for all clients, since the updates cancel out. Inverted labels of two classes train exactly
+    that: clients with wrong labels are left out, and so are clients whose telemetry says, layer by layer, that they
+    trained it, because then their data are judged. Nobody trains it on labels and inputs like those of the others.
     """
     cosines = peer_statistic(history, round_index, "cosine")
     opposed = [node for node, cosine in cosines.items() if cosine <= OPPOSED]
@@ -161,10 +162,10 @@ def _opposed(history: History, round_index: int) -> dict[Node, ExactRelation]:
 
 
 def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
-    """Return the clients that sent one and the same update which none of them trained.
+    """Return the clients that sent the same update, trained by none of them.
 
-    All of them must report that they trained something else: of one that reports nothing the others may be copies. A
-    crowd is enough by itself if nobody in it is known to have trained what it sent: who copies has one original. Where
+    All of them must report that they trained something else; if one reports nothing, the others may be copies of it. A
+    crowd suffices by itself if none of it is known to have trained what it sent, because copies have one original. If
     only some take part, a crowd may show itself pair by pair, over the rounds.
     """
     transformed = transformation(history, round_index) is not None
@@ -190,8 +191,9 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
 
 
 def _have_third(history: History, round_index: int, pair: Collection[Node]) -> bool:
-    """Return whether both of a pair have sent the same as a third client in earlier rounds: no one of the three is the
-    original of the other two.
+    """Return whether both of a pair have sent the same as a third client in earlier rounds.
+
+    Then none of the three is the original of the other two.
     """
     partners: dict[Node, set[Node]] = {node: set() for node in pair}
     for past_round in rounds_until(history, round_index - 1, CROWD_ROUNDS):
@@ -202,10 +204,10 @@ def _have_third(history: History, round_index: int, pair: Collection[Node]) -> b
 
 
 def untrained_among(history: History, round_index: int, nodes: Collection[Node]) -> set[Node]:
-    """Return those of some clients, which sent the same, whose update is not what they trained.
+    """Return those of some clients with equal updates whose update is not what they trained.
 
-    Where updates are transformed on their way, it must differ from that by far more than anybody else's, or be no
-    multiple of it where most others' are, as after clipping.
+    If updates are transformed on their way, it must differ far more than any other client's, or be no multiple of what
+    was trained while most others' are, as after clipping.
     """
     mismatches = update_mismatches(history, round_index)
     limit = MISMATCH_LIMIT
@@ -224,8 +226,8 @@ def untrained_among(history: History, round_index: int, nodes: Collection[Node])
 def _with_accomplices(history: History, round_index: int, near: Sequence[tuple[Node, ...]]) -> tuple[Node, ...]:
     """Return all clients of these groups, and those whose nearest peer can only be one of them.
 
-    A client's nearest peer has itself a peer at least as near. Where everybody with such a peer sent something else
-    than it trained, the client has copied from nobody who trained.
+    The nearest peer of a client has a peer that is at least as near. If all clients with such a peer sent something
+    other than they trained, the client has not copied from anyone who trained.
     """
     nearest, altered = (
         peer_statistic(history, round_index, "nearest"),
@@ -241,11 +243,11 @@ def _with_accomplices(history: History, round_index: int, near: Sequence[tuple[N
 
 
 def _repeated(history: History, round_index: int, known: Collection[Node]) -> dict[Node, ExactRelation]:
-    """Return the clients that sent one of their own earlier updates again: norms and sums of all layers are the same.
+    """Return the clients that resent one of their own earlier updates: norms and sums of all layers are equal.
 
-    Where layers are not measured, only the previous update can be recognised, by its direction. Not where the client
-    trained what it sent, nor where the same training gives the same update: everybody's hardly change, as with whole
-    batches and small steps, or the server's model has not moved. Coarse values repeat themselves, too.
+    If layers are not measured, only the previous update can be recognised, by its direction. Left out if the client
+    trained what it sent, or if the same training gives the same update: all clients' hardly change, as with full
+    batches and small steps, or the server's model has not moved. Coarse values also repeat themselves.
     """
     trained = clients_with_trained_updates(history, round_index)
     norms, cosines = (history.latest(name, round_index) for name in ("update.norm", "update.cosine_previous"))
@@ -263,7 +265,7 @@ def _repeated(history: History, round_index: int, known: Collection[Node]) -> di
                 again = cosines.get(node, 0.0) > SAME_DIRECTION
             if again:
                 relations[node] = ExactRelation("repeated", rounds=round_index - past_round)
-        # Without layers, nothing is known of updates before the previous one.
+        # Without layers, only the previous update can be compared.
         open_nodes = [n for n in open_nodes if n not in relations and (n in now or n not in before)]
     usual = median_of_others(cosines, relations)
     few = 2 * len(relations) <= len(clients_of(history, round_index)) and (usual is None or usual < SMOOTH)
@@ -277,7 +279,7 @@ def _layer_sums(history: History, round_index: int) -> dict[Node, Array]:
 
 
 def _model_unmoved(history: History, first: int, second: int) -> bool:
-    """Return whether the clients of two rounds got the same global model, as far as its sums tell."""
+    """Return whether the clients of two rounds got the same global model, as far as its sums show."""
     sums = []
     for round_index in (first - 1, second - 1):
         nodes, values = history.across("weight", ("sum",), round_index)

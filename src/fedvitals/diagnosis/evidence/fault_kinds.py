@@ -21,7 +21,7 @@ _KINDS = {
 }
 ISSUE_OF = {kind: issue for kind, (issue, _) in _KINDS.items()}
 WORDS = {kind: words for kind, (_, words) in _KINDS.items()}
-# What is done to an update after it was trained: what the client trained says nothing of it.
+# What is done to an update after training: the client's telemetry of its training says nothing about it.
 AFTER_TRAINING = frozenset(
     {"stale_update", "free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough", "inner_product"}
 )
@@ -33,4 +33,4 @@ FAMILY_OF = {
     **dict.fromkeys(INPUT_FAULTS, "inputs"),
     "wrong_learning_rate": "training",
 }
-MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly where sums can be compared
+MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly if sums can be compared

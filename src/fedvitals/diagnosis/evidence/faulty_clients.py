@@ -2,8 +2,8 @@
 """Find the faulty clients, without test data and without knowing how many there are.
 
 An exact test comes first: whether a client sent what it trained. Then evidence is summed over the rounds (`trend`) in
-three views: one believes what clients report about their training, one uses only what they sent, so that a client gains
-nothing by falsifying its telemetry, and one looks for a single flipped class, which the others overlook.
+three views: one trusts what clients report about their training; one uses only what they sent, so that a client gains
+nothing by falsifying its telemetry; and one looks for a single flipped class, which the others miss.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-WHOLE = 3  # smallest group that is accused as one
+WHOLE = 3  # smallest group that is accused as a whole
 SURE, LIKELY = 0.9, 0.6  # probabilities of a critical finding (if the model is lost) and a warning; below, a note
-LIKELY_EXCHANGING = 0.8  # the same of a warning in rings and under edges, where neighbours look alike
-CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
-LEARNT = 0.35  # accuracy of the received model under which wrong labels cannot be seen
-UNLIKE = 4.0  # score of a client that is different, whether or not that is a fault
+LIKELY_EXCHANGING = 0.8  # probability of a warning in rings and under edges, where neighbours look alike
+CERTAIN = 0.99  # for a violated equality: telemetry itself may be broken
+LEARNT = 0.35  # accuracy of the received model below which wrong labels cannot be seen
+UNLIKE = 4.0  # score of a client that counts as different, whether or not that is a fault
 
 
 class FaultyClientLocator:
@@ -77,8 +77,9 @@ class FaultyClientLocator:
         yield from merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
 
     def trend_up_to(self, history: History, round_index: int) -> EvidenceTrend:
-        """Return the evidence up to this round, continuing where the last call left off or reading the run from its
-        beginning.
+        """Return the evidence up to this round.
+
+        Continues from the last call, or reads the run from its beginning.
         """
         trend = self._trends.get(history)
         if trend is None or trend.round is None or trend.round > round_index:
@@ -90,15 +91,15 @@ class FaultyClientLocator:
 
 
 def _is_by_updates_alone(trend: EvidenceTrend, node: Node) -> bool:
-    """Return whether only a client's update speaks against it, and neither its training nor an equality."""
+    """Return whether only a client's update speaks against it, and neither its training nor an equality does."""
     return node not in trend.altered_since and not {*trend.accusing_views(node)} - {"server"}
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:
-    """Return the finding about a client that did not send what it trained, nor anything that is exactly known.
+    """Return the finding about a client that did not send what it trained, without a known exact relation.
 
-    That much is certain, but honest clients do it, too: they send their best checkpoint, or noise for privacy. So it is
-    critical only where the updates themselves also accuse the client.
+    This much is certain, but honest clients do it too: they send their best checkpoint, or add noise for privacy. So it
+    is critical only if the updates themselves also accuse the client.
     """
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     since = trend.altered_since[node]
@@ -160,7 +161,7 @@ def _client_finding(
 
 
 def likely_limit(trend: EvidenceTrend) -> float:
-    """Return the probability from which an accusation by evidence is a warning."""
+    """Return the probability above which an accusation by evidence is a warning."""
     return LIKELY_EXCHANGING if trend.exchanging else LIKELY
 
 
@@ -169,8 +170,8 @@ def merge_by_group(
 ) -> Iterator[Finding]:
     """Yield the findings, but only one for a group (edge, cluster or ring) of which nearly all members are accused.
 
-    In a ring one faulty member makes the others look faulty, and an edge may be faulty as a whole. Where more than half
-    of the groups would be accused, findings stay with the members.
+    In a ring one faulty member makes the others look faulty, and an edge may be faulty as a whole. If more than half of
+    the groups would be accused, findings stay with the members.
     """
     members: dict[str, list[Node]] = {}
     for node in present:
@@ -220,13 +221,13 @@ DETECTORS: tuple[Detector, ...] = (LOCATOR,)
 
 
 def evidence_totals(history: History, round_index: int) -> dict[Node, float]:
-    """Return every client's sum of evidence, the largest over all views: the order in which to look at clients."""
+    """Return every client's sum of evidence, the largest over all views, which ranks the clients to look at first."""
     trend = LOCATOR.trend_up_to(history, round_index)
     return {node: max(trend.totals(node).values()) + CAP * (node in trend.altered_since) for node in trend.clients}
 
 
 def fault_probabilities(history: History, round_index: int) -> dict[Node, float]:
-    """Return every client's probability of being faulty, as it would be stated now."""
+    """Return every client's probability of being faulty, as it would be reported now."""
     trend = LOCATOR.trend_up_to(history, round_index)
     stated = {node: trend.probability(node) for node in trend.clients}
     return stated | dict.fromkeys(trend.altered_since, CERTAIN)
@@ -235,9 +236,9 @@ def fault_probabilities(history: History, round_index: int) -> dict[Node, float]
 def verdicts(history: History, round_index: int) -> dict[Node, str]:
     """Return «healthy», «different», «not yet decidable», «not judged» or «faulty» for every client seen so far.
 
-    Wrong labels show only against a model that has learnt something, so before that nobody is called healthy. Whether
-    it has is judged by the clients' own samples, or else by the accuracy that the host logged before this round. Who
-    could not be judged in this round (see `abstentions`) is not called healthy either.
+    Wrong labels only show against a model that has learnt something, so before that no client is called healthy.
+    Whether it has is judged by the clients' own samples, or else by the accuracy that the host logged before this
+    round. Clients that could not be judged in this round (see `abstentions`) are not called healthy either.
     """
     trend = LOCATOR.trend_up_to(history, round_index)
     accuracies = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The label histograms that clients report, counted once: each round adds only those that are new.
 
-Clients report their labels when they first take part, and again when these change. The histograms of all of them are
-kept as one matrix, which grows with the clients whose reports the history still holds.
+Clients report their labels when they first take part, and again when these change. All histograms are kept as one
+matrix, which grows with the clients whose reports the history still holds.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _FEWEST_ROWS = 16
 
 
 class LabelCounts:
-    """Each client's newest histogram: `counts[i]` are the samples of `nodes[i]` for each label of `labels`."""
+    """Each client's newest histogram: `counts[i]` holds the samples of `nodes[i]` for each label of `labels`."""
 
     def __init__(self) -> None:
-        self.version = 0  # rises with every change
+        self.version = 0  # increases with every change
         self._clear()
 
     def _clear(self) -> None:
         self.version += 1
         self.histograms: dict[Node, Mapping[str, int]] = {}
-        self.vanished: dict[Node, frozenset[str]] = {}  # labels that a client lost, and no other samples
+        self.vanished: dict[Node, frozenset[str]] = {}  # labels that a client lost, while it lost no other samples
         self.labels: list[str] = []
         self._events: Sequence[Event] = ()
         self._newest: dict[Node, Event] = {}
@@ -42,12 +42,12 @@ class LabelCounts:
 
     @property
     def nodes(self) -> list[Node]:
-        """The clients, in the order in which they first reported."""
+        """The clients, in the order of their first report."""
         return list(self._rows)
 
     @property
     def counts(self) -> Array:
-        """Samples, [clients, labels]; 0 for a label that a client does not name."""
+        """Samples, [clients, labels]; 0 for a label that a client does not list."""
         return self._counts[: len(self._rows), : len(self.labels)]
 
     def entropy(self, node: Node) -> float:
@@ -57,7 +57,7 @@ class LabelCounts:
         return self._entropies.get(node, float("nan"))
 
     def update(self, events: Sequence[Event]) -> None:
-        """Take in what was reported, as the events of that name: oldest first, and all of them."""
+        """Add all reports, as the events of that name, oldest first."""
         before, self._events = self._events, ()
         gone = next((i for i, event in enumerate(before) if event is events[0]), len(before)) if events else len(before)
         if len(before) - gone > len(events) or not all(map(operator.is_, before[gone:], events)):  # one came late
@@ -66,7 +66,7 @@ class LabelCounts:
         self._forget(before[:gone])
         for event in events[len(before) - gone :]:
             self._add(event)
-        self._events = events  # not before all of them could be read
+        self._events = events  # only once all of them could be read
 
     def _forget(self, events: Sequence[Event]) -> None:
         """Drop the clients whose newest reports are no longer among the events."""
@@ -101,7 +101,7 @@ class LabelCounts:
         self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
 
     def _reserve(self) -> None:
-        """Make room for all clients and labels that are known."""
+        """Make room for all known clients and labels."""
         rows, columns = self._counts.shape
         if len(self._rows) > rows or len(self.labels) > columns:
             rows = max(_FEWEST_ROWS, 2 * rows) if len(self._rows) > rows else rows
@@ -112,7 +112,7 @@ class LabelCounts:
 
 @shared
 def label_counts(history: History, round_index: int) -> LabelCounts:
-    """Return the clients' histograms, as they last reported them up to a round. Nobody may change them."""
+    """Return the clients' histograms, as last reported up to a round. The result must not be modified."""
     counts = state_of(history, LabelCounts)
     counts.update([event for event in history.events("labels") if (event.where.round or 0) <= round_index])
     return counts
@@ -126,9 +126,9 @@ def _entropy(histogram: Mapping[str, int]) -> float:
 
 @shared
 def predicts_texts(history: History, round_index: int) -> bool:
-    """Return whether clients predict the tokens of their texts: they read tokens, and nobody reports labels.
+    """Return whether clients predict the tokens of their texts: they read tokens, and no client reports labels.
 
-    Foreign texts are hard to predict, and none of them is labelled wrong.
+    Unfamiliar texts are hard to predict, but not wrongly labelled.
     """
     if label_counts(history, round_index).labels:
         return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients train with another learning rate than the others, by what their optimisers are set to.
+"""Which clients train with another learning rate than the others, according to their optimisers' settings.
 
-Settings are read, not estimated. Where clients have no common rate, as with schedules that each client steps on its
-own, nobody deviates.
+Settings are read, not estimated. If clients have no common rate, as with schedules that each client steps by itself, no
+client deviates.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 
 METRIC = "optimizer.learning_rate"
-DIFFERENT = 1.5  # times the common rate, or its inverse: less is a matter of taste
+DIFFERENT = 1.5  # times the common rate, or its inverse; smaller differences are ordinary tuning
 MOST_AGREE = 2 / 3  # share of the clients that must have the common rate
-DIGITS = 3  # significant, of rates that count as the same
+DIGITS = 3  # significant digits in which rates must agree to count as the same
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLearningRate:
-    """A client's learning rate, and that of the others; `before`: the common one is the client's own earlier rate."""
+    """A client's learning rate, and the others'; `before`: the common rate is the client's own earlier one."""
 
     rate: float
     common: float
@@ -31,7 +31,7 @@ class OwnLearningRate:
 
 @shared
 def own_learning_rates(history: History, round_index: int) -> dict[Node, OwnLearningRate]:
-    """Return the clients of a round whose learning rate is not the one that the others share."""
+    """Return the clients of a round whose learning rate differs from the one that the others share."""
     rates = {
         node: rate for node, rate in history.latest(METRIC, round_index).items() if math.isfinite(rate) and rate > 0
     }
@@ -44,7 +44,7 @@ def own_learning_rates(history: History, round_index: int) -> dict[Node, OwnLear
 
 
 def _of_two(history: History, rates: dict[Node, float]) -> dict[Node, OwnLearningRate]:
-    """Return the one of two clients whose rate changed, while the other's is what both began with."""
+    """Return the one of two clients whose rate changed, while the other kept what both began with."""
     first = {node: next(iter(history.series(METRIC, node)[1]), math.nan) for node in rates}
     changed = [node for node, rate in rates.items() if _differs(rate, first[node])]
     if len(changed) != 1 or len({_rounded(rate) for rate in first.values()}) > 1:

@@ -3,7 +3,7 @@
 
 Each is the mean of a linear model and of boosted trees, learnt on the fault bank's tuning set by
 `fedvitals_studies.faultbank.fit` and stored as plain numbers in `evidence.json`. There are three: «telemetry» also
-believes what clients report, «server» uses only what they sent, and «flip» is learnt on flipped classes alone.
+trusts what clients report, «server» uses only what they sent, and «flip» is learnt on flipped classes alone.
 scikit-learn is not needed to use them.
 """
 
@@ -24,7 +24,7 @@ from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, ABSOLUTE_SERVER, 
 from fedvitals.stats import Array
 
 VIEWS = ("telemetry", "server", "flip")
-MOST_COUNTED = 20  # participations, above which more of them tell nothing new
+MOST_COUNTED = 20  # participations, above which more add no information
 
 
 def features(scores: Scores, vitals: VitalSigns, view: str) -> Array:
@@ -40,10 +40,9 @@ def features(scores: Scores, vitals: VitalSigns, view: str) -> Array:
 
 
 def linear_features(feature_rows: Array, scored: int) -> Array:
-    """Return the features as the linear model takes them: clipped scores, their magnitudes, and the rest; unknown
-    becomes 0.
+    """Return the features as the linear model takes them: clipped scores, their magnitudes, and the rest.
 
-    `scored`: the number of leading columns that are scores.
+    Unknown values become 0. `scored`: the number of leading columns that are scores.
     """
     scores = np.clip(np.nan_to_num(feature_rows[:, :scored]) / 3, -2.5, 2.5)
     rest = np.clip(np.nan_to_num(feature_rows[:, scored:]), -5, 5)
@@ -77,8 +76,8 @@ class BoostedTrees:
     def __call__(self, feature_rows: Array) -> Array:
         """Return the sum of all trees for each row of features.
 
-        No tree is walked. All nodes are asked at once; a node whose answer is «right» rules out the leaves to its left,
-        and the leaf that is reached is the first that is not ruled out (Lucchese et al., QuickScorer, 2015).
+        No tree is traversed. All nodes are evaluated at once; a node that answers «right» rules out the leaves to its
+        left, and the leaf reached is the first that is not ruled out (Lucchese et al., QuickScorer, 2015).
         """
         splits = self._splits
         values = np.take(np.ascontiguousarray(feature_rows.T), splits.feature, axis=0)  # [splits, trees, rows]
@@ -95,7 +94,7 @@ class BoostedTrees:
         most_leaves = max(len(leaves[0]) for leaves in trees)
         kind = next(kind for kind in (np.uint16, np.uint32, np.uint64) if most_leaves <= np.iinfo(kind).bits)
         shape = (max(1, int((~self.leaf).sum(axis=1).max())), len(trees), 1)
-        feature, limit = np.zeros(shape[:2], np.int64), np.full(shape, np.inf)  # what is left over never says «right»
+        feature, limit = np.zeros(shape[:2], np.int64), np.full(shape, np.inf)  # padding never answers «right»
         missing_right, left_leaves = np.zeros(shape, np.bool_), np.zeros(shape, kind)
         leaf_values = np.zeros((len(trees), most_leaves))
         for tree, below in enumerate(trees):
@@ -115,7 +114,7 @@ class _Splits:
     feature: npt.NDArray[np.int64]  # [splits, trees]
     limit: Array
     missing_right: npt.NDArray[np.bool_]
-    left_leaves: npt.NDArray[Any]  # that are ruled out where the answer is «right»
+    left_leaves: npt.NDArray[Any]  # ruled out if the answer is «right»
     one: Any
     leaf_values: Array  # [trees, leaves]
 
@@ -123,7 +122,7 @@ class _Splits:
 def _leaves_below(
     leaf: npt.NDArray[np.bool_], left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]
 ) -> dict[int, list[int]]:
-    """Return the leaves below each node that the root of a tree leads to, from left to right; the root is node 0."""
+    """Return the leaves below each node reachable from the root of a tree, from left to right; the root is node 0."""
     below: dict[int, list[int]] = {}
 
     def visit(node: int) -> list[int]:
@@ -137,15 +136,16 @@ def _leaves_below(
 
 @dataclass(frozen=True)
 class EvidenceView:
-    """The learnt model of one view: evidence, alarm limits, probability of a sum of evidence, and likely kinds of
-    fault.
+    """The learnt model of one view.
+
+    Evidence, alarm limits, probability of a sum of evidence, and likely kinds of fault.
     """
 
     trees: BoostedTrees
     weights: Array
     offset: float
     limits: dict[str, list[tuple[float, float]]]  # by kind of cohort: (alarms per 100 healthy rounds, limit)
-    certainty: dict[str, tuple[Array, Array]]  # by topology: sums of evidence, the share of them that were right
+    certainty: dict[str, tuple[Array, Array]]  # by topology: sums of evidence, and the share of them that were right
     kinds: tuple[str, ...]
     kind_weights: Array  # [kinds, features of `linear`]
     kind_offsets: Array
@@ -179,9 +179,7 @@ class EvidenceView:
         return np.asarray(raw - np.log(np.exp(raw).sum(axis=1, keepdims=True)))
 
     def limit(self, cohort: str, alarms: float) -> float:
-        """Return the sum of evidence from which to accuse, so that healthy runs raise at most `alarms` per 100
-        rounds.
-        """
+        """Return the sum of evidence at which to accuse, so that healthy runs raise at most `alarms` per 100 rounds."""
         pairs = sorted(self.limits[cohort])
         budgets, limits = np.log([p[0] for p in pairs]), [p[1] for p in pairs]
         return float(np.interp(np.log(max(alarms, 1e-3)), budgets, limits))
@@ -196,17 +194,17 @@ class EvidenceModel:
     """The three views."""
 
     views: dict[str, EvidenceView]
-    bank: str  # digest of the bank it was learnt on
+    bank: str  # digest of the bank that it was learnt on
 
     def probability(self, totals: Mapping[str, float], *, exchanging: bool) -> float:
-        """Return the probability that a client is faulty, by its sums of evidence: that of the surest view."""
+        """Return the probability that a client is faulty, by its sums of evidence: that of the most certain view."""
         chances = (self.views[name].probability(total, exchanging=exchanging) for name, total in totals.items())
         return max(chances, default=0.0)
 
 
 @functools.cache
 def shipped_model() -> EvidenceModel:
-    """Return the model that is shipped in `evidence.json`."""
+    """Return the model shipped in `evidence.json`."""
     text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     document = json.loads(text)
     views = {name: EvidenceView.from_json(document["views"][name]) for name in VIEWS}

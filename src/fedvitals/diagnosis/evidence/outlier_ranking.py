@@ -2,10 +2,10 @@
 """Rank clients and layers by how far they differ from their peers: a ranking for people, never a finding.
 
 The score is the distance of a value from its peers' median in robust standard deviations (see `robust_scores`), for the
-size of the update or its direction, whichever is more; the median over the newest rounds. With fewer than four clients
-it is the distance of the newest update's size from the client's own before. It suggests where to look first: with ten
-clients somebody exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values only, so a client
-with non-finite values comes before all scores.
+size of the update or its direction, whichever is larger; the median over the newest rounds. With fewer than four
+clients it is the distance of the newest update's size from the client's own earlier ones. It suggests where to look
+first: with ten clients one exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values only, so
+a client with non-finite values ranks above all scores.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-NEWEST = 5  # rounds looked at
-FEWEST = 4  # peers, under which a median says nothing
-# Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
+NEWEST = 5  # rounds considered
+FEWEST = 4  # peers, below which a median says nothing
+# Least spread among peers: keeps rounding from turning into scores in a cohort of near-equal values.
 FLOORS = {"update.norm": 0.05, "update.cosine_mean": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A client or layer, how far it differs from its peers, and in what."""
+    """A client or layer, how far it differs from its peers, and in which quantity."""
 
     name: str
     score: float
@@ -37,8 +37,8 @@ def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array
     """Return the signed distance of these values (or of `of`) from their median in robust standard deviations; NaN
     stays NaN.
 
-    Used wherever a person reads these words: √((1.4826 · MAD)² + floor²), where the floor is a twentieth of the value
-    (for logarithms and artanh: 0.05).
+    The definition wherever a person reads these words: √((1.4826 · MAD)² + floor²), where the floor is a twentieth of
+    the value (for logarithms and artanh: 0.05).
     """
     middle = np.nanmedian(values)
     spread = 1.4826 * np.nanmedian(np.abs(values - middle))
@@ -62,13 +62,14 @@ def rank_outlier_clients(history: History) -> list[Outlier]:
 
 
 def nonfinite_counts(history: History, round_index: int) -> dict[Node, float]:
-    """Return how many values of each client's gradients and weights were NaN or infinite in a round; clients without
-    any are left out.
+    """Return how many values of each client's gradients and weights were NaN or infinite in a round.
+
+    Clients without any are left out.
     """
     counts: dict[Node, float] = {}
     for name in ("gradient.nonfinite", "weight.nonfinite"):
         for node, count in history.latest(name, round_index).items():
-            if count != 0:  # nor does NaN stand for none
+            if count != 0:  # a count of NaN does not mean none
                 counts[node] = counts.get(node, 0.0) + count
     return counts
 
@@ -96,7 +97,7 @@ def _scores_of_round(history: History, round_index: int) -> Mapping[Node, tuple[
 
 
 def _against_own_rounds(history: History, known: Collection[Node]) -> list[Outlier]:
-    """Return the clients of the newest rounds that have too few peers: the size of the newest update among its own."""
+    """Return the newest clients that have too few peers, with the size of their newest update among their own."""
     norms: dict[Node, list[float]] = {}
     for round_index in history.rounds()[-NEWEST:]:
         for node, norm in history.latest("update.norm", round_index).items():

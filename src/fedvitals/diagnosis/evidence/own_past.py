@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare each client with its own past: what changed on one client while its peers stayed as they were.
+"""Compare each client with its own past: what changed on one client while its peers stayed the same.
 
-The learnt evidence (`log_odds`) knows updates of classifiers that arrive as they were trained. This comparison needs
-nothing learnt, so it also holds for compressed updates, other tasks and two or three clients. A sign is the logarithm
-of a measured value over that of the usual client of the round; what a client deviates from its own usual sign is
-divided by what the clients of this very run usually deviate, and summed up over its participations as in Page's CUSUM
-test. A fault that was there from the beginning is not found.
+The learnt evidence (`log_odds`) applies to updates of classifiers that arrive as they were trained. This comparison
+needs nothing learnt, so it also applies to compressed updates, other tasks and two or three clients. A sign is the
+logarithm of a measured value over that of the usual client of the round; a client's deviation from its own usual sign
+is divided by the usual deviation of the clients of this run, and summed over its participations as in Page's CUSUM
+test. A fault that was there from the beginning is not detected.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ from fedvitals.diagnosis.evidence.client_table import ClientTable, Rows
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-PAST = 6  # participations that make up a client's usual sign
-FEWEST_PAST = 3  # of these, before a client is compared
-FEWEST_PEERS = 4  # clients of a round, from which one of them can stand out
-FEWEST_DEVIATIONS = 8  # of all clients, before their spread is known; of two or three clients, two of each
-SPREAD_ROUNDS = 20  # newest rounds, of whose deviations the spread is taken
-TURN = 20  # participations for which a value that is measured in turns stands for its client among the peers
-USUAL = 2.5  # up to which a deviation becomes part of the client's past, and of the run's spread
-MOST, ALLOWANCE = 4.0, 2.0  # of a deviation, what counts at most, and what is taken off in each participation
-LIMIT = 5.0  # sum from which a change counts as lasting: at least three participations
+PAST = 6  # participations that define a client's usual sign
+FEWEST_PAST = 3  # of these, needed before a client is compared
+FEWEST_PEERS = 4  # clients of a round, needed for one of them to stand out
+FEWEST_DEVIATIONS = 8  # of all clients, before their spread is known; with two or three clients, two of each
+SPREAD_ROUNDS = 20  # newest rounds from whose deviations the spread is computed
+TURN = 20  # participations for which a value measured in turns represents its client among the peers
+USUAL = 2.5  # up to which a deviation is added to the client's past and the run's spread
+MOST, ALLOWANCE = 4.0, 2.0  # cap on a deviation, and the amount subtracted in each participation
+LIMIT = 5.0  # sum above which a change counts as lasting: at least three participations
 CAP = 10.0
-SETBACK, SETBACK_ROUNDS = 1.25, 6  # times the lowest usual value of so many rounds: the whole got worse
-# Times its own last ordinary value: a client that only falls behind while its peers improve has harder data, no fault.
-RISE, RISE_OF_FEW = 1.15, 1.3  # among few, each may be the unusual one
-FIT_SAMPLES = 64.0  # on which the losses of a client are measured at best: those of fewer scatter more
+SETBACK, SETBACK_ROUNDS = 1.25, 6  # times the lowest usual value of this many rounds: the model got worse for all
+# Times its own last ordinary value: a client that only falls behind while its peers improve has harder data, not a
+# fault.
+RISE, RISE_OF_FEW = 1.15, 1.3  # in a small group, any client may be the unusual one
+FIT_SAMPLES = 64.0  # the most samples on which a client's losses are measured; with fewer they scatter more
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """A metric that is compared. `floor`: of its largest usual value, below which differences mean nothing."""
+    """A metric that is compared. `floor`: of its largest usual value; below it differences mean nothing."""
 
     metric: str
     floor: float
-    spread: float  # that every run has, at least; of a loss, if it is measured on `FIT_SAMPLES`
+    spread: float  # least spread in any run; for a loss, when measured on `FIT_SAMPLES`
     factor: float  # by which a client must exceed its usual value
     over: str | None = None  # another metric, by which this one is divided
 
     @property
     def name(self) -> str:
-        """Return what is compared, as findings show it."""
+        """Return the name of the compared quantity, as findings show it."""
         return self.metric if self.over is None else f"{self.metric} / {self.over}"
 
     @property
@@ -70,7 +71,7 @@ PROPORTION = ComparedMetric("update.norm", 0.1, 0.1, 2.5, over="weight.drift")  
 
 @dataclass(frozen=True, slots=True)
 class ClientChange:
-    """A lasting change of one client: since when, and the metric's value beside the one that was to be expected."""
+    """A lasting change of one client: since when, and the metric's value with the expected one."""
 
     sign: ComparedMetric
     since: int
@@ -80,7 +81,7 @@ class ClientChange:
 
 
 class OwnPast:
-    """One sign of a run's clients, up to a round; `add_round` takes the next one."""
+    """One sign of a run's clients, up to a round; `add_round` adds the next one."""
 
     def __init__(self, sign: ComparedMetric) -> None:
         self._sign = sign
@@ -90,7 +91,7 @@ class OwnPast:
         self._age = self._clients.column()
         self._ordinary = self._clients.column(fill=np.inf)  # the newest value that was not unusual
         self._sums = self._clients.column()
-        self._compared = self._clients.column(dtype=np.bool_)  # whether the newest value was
+        self._compared = self._clients.column(dtype=np.bool_)  # whether the newest value was compared
         self._began = self._clients.column(dtype=np.int64, fill=-1)
         self._deviations: deque[Array] = deque(maxlen=SPREAD_ROUNDS)
         self._largest = 0.0
@@ -98,10 +99,10 @@ class OwnPast:
         self.round: int | None = None
         self._lasting: dict[Node, ClientChange] = {}  # by the newest measurement of each client that changed
         self.changes: dict[Node, ClientChange] = {}  # of the clients of the last round
-        self.compared: frozenset[Node] = frozenset()  # of these, the ones whose newest value was compared
+        self.compared: frozenset[Node] = frozenset()  # clients of the last round whose newest value was compared
 
     def add_round(self, history: History, round_index: int) -> None:
-        """Take in the next round."""
+        """Add the next round."""
         self.round = round_index
         nodes = clients_of(history, round_index)
         self._measure(history, round_index, nodes)
@@ -128,7 +129,7 @@ class OwnPast:
         newest = self._newest.values[rows] = np.where(known, values, self._newest.values[rows])
         usual = usual_values(np.where(age <= TURN, newest, np.nan))
         if not np.isfinite(usual).any():
-            return  # one client alone
+            return  # a single client
         typical = float(np.nanmin(usual))
         self._largest = max(self._largest, typical)
         self._typical.append(typical)
@@ -148,14 +149,14 @@ class OwnPast:
         own[comparable] = np.nanmedian(past[comparable], axis=1)
         deviations = signs - own
         spread = np.hypot(self._spread(), least_spread)
-        # The usual sign is itself known only as well as a few participations allow.
+        # The usual sign is itself only known as precisely as a few participations allow.
         scores = deviations / (spread * np.sqrt(1 + 1.57 / np.maximum(counts, 1)))
         judged = comparable & np.isfinite(scores)
         unusual = judged & (scores > USUAL)
         if (comparable & ~unusual).any():
             self._deviations.append(deviations[comparable & ~unusual])
         sums = self._sums.values[rows]
-        # While the model gets worse for everybody, that some clients feel it more than others is no fault of theirs.
+        # While the model gets worse for all, it is no fault of a client to be affected more than others.
         worse = self._typical[-1] + floor > SETBACK * (min(self._typical) + floor) and len(nodes) >= FEWEST_PEERS
         most = 0.0 if worse and self._sign.is_loss else MOST
         sums = np.where(judged, np.clip(sums + np.clip(scores, -MOST, most) - ALLOWANCE, 0.0, CAP), sums)
@@ -179,7 +180,7 @@ class OwnPast:
             return
         for i in np.flatnonzero(lasting).tolist():
             expected = float(np.exp(own[i]) * (usual[i] + floor) - floor)
-            expected = expected if expected > before[i] / 10 else float(before[i])  # small ones drown in the floor
+            expected = expected if expected > before[i] / 10 else float(before[i])  # small ones vanish in the floor
             self._lasting[nodes[i]] = ClientChange(
                 self._sign, int(began[i]), float(values[i]), expected, float(scores[i])
             )
@@ -191,16 +192,16 @@ class OwnPast:
         return np.asarray((signs >= limit) & (signs > np.log(self._sign.factor)))
 
     def _spread(self) -> float:
-        """Return how far the clients of this run usually deviate; NaN before enough is known."""
+        """Return how far the clients of this run usually deviate; NaN until enough is known."""
         if sum(map(len, self._deviations)) < min(FEWEST_DEVIATIONS, 2 * len(self._clients)):
             return float("nan")
         return 1.4826 * float(np.median(np.abs(np.concatenate(self._deviations))))
 
 
 def usual_values(values: Array) -> Array:
-    """Return for each client what is usual in the round: the median of all, or of the others where there are few.
+    """Return for each client the usual value of the round: the median of all, or of the others if there are few.
 
-    Of an even number of values the lower of the two in the middle. NaN where nothing is known.
+    For an even number of values the lower of the two middle ones. NaN if nothing is known.
     """
     if np.isfinite(values).sum() >= FEWEST_PEERS:
         return np.full(len(values), _lower_median(values))
@@ -213,7 +214,7 @@ def _lower_median(values: Array) -> float:
 
 
 class OwnPasts:
-    """The comparisons of each history, so that a long run is not read again in every round."""
+    """The comparisons of each history, cached so that a long run is not read again in every round."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[History, dict[ComparedMetric, OwnPast]] = weakref.WeakKeyDictionary()
@@ -234,6 +235,6 @@ OWN_PASTS = OwnPasts()
 
 
 def compared_with_own_past(history: History, round_index: int) -> frozenset[Node]:
-    """Return the clients of a round whose losses and sizes of updates are compared with their own past."""
+    """Return the clients of a round whose losses and update sizes are compared with their own past."""
     losses = OWN_PASTS.up_to(history, round_index, LOSS).compared
     return losses & OWN_PASTS.up_to(history, round_index, SIZE).compared

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score each client's vital signs: how far it differs from its peers, from its own past, and for how long.
 
-Small cohorts scatter more than large ones: a distance in robust deviations is mapped through Student's t with as many
-degrees of freedom as there are peers to a normal score, so that 3 means the same with five clients and with fifty.
-Signs that depend on a client's number of samples and labels are first corrected for that, by a regression over the run.
+Small cohorts scatter more than large ones: a distance in robust deviations is converted to a normal score through
+Student's t with as many degrees of freedom as there are peers, so that 3 means the same with five clients and with
+fifty. Signs that depend on a client's number of samples and labels are first corrected for that, by a regression over
+the run.
 
-How well the model fits a client's samples may be measured in turns, of few clients in a round. These are then compared
-with the newest values of their peers as well.
+How well the model fits a client's samples may be measured in turns, for a few clients per round. These are then
+compared with the newest values of their peers as well.
 """
 
 from __future__ import annotations
@@ -25,48 +26,50 @@ from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-FEWEST = 4  # clients in a round, under which a median says nothing of anybody
+FEWEST = 4  # clients in a round; below this a median says nothing about a client
 CLIP = 8.0
-OWN, LASTING = 0.8, 0.7  # how much of a client's past is kept from one participation to the next
+OWN, LASTING = 0.8, 0.7  # how much of a client's past carries over to the next participation
 _RIDGE = 0.5
 _FLOORS = np.array([FLOOR[name] for name in SIGNS])
 _FIT = slice(SIGNS.index(FIT[0]), SIGNS.index(FIT[-1]) + 1)
-LONGEST_TURN = 20  # participations without a measured fit, after which a client counts as not measured at all
+LONGEST_TURN = 20  # participations without a measured fit, after which a client counts as not measured
 
 
 def too_few_peers(history: History, round_index: int) -> bool:
-    """Return whether a round has too few clients to compare them with each other; then only exact relations and a
-    client's own past speak of it.
+    """Return whether a round has too few clients to compare them with each other.
+
+    Then only exact relations and a client's own past apply.
     """
     return 0 < len(clients_of(history, round_index)) < FEWEST
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one round, [clients, SIGNS] each: against peers, against the own past, and averaged over the last
-    participations.
+    """Scores of one round, [clients, SIGNS] each.
+
+    Against peers, against the client's own past, and averaged over the last participations.
     """
 
     nodes: list[Node]
     peers: Array
     own: Array
     lasting: Array
-    counts: Array  # participations, this one included
+    counts: Array  # participations, including this one
     persistent: Array  # whether the same two classes are confused as the last time
-    rare: Array  # share of the peers that confuse others
-    unmeasured: npt.NDArray[np.bool_]  # whether a client's fit, which is known from other rounds, is not of this one
+    rare: Array  # share of the peers that confuse other classes
+    unmeasured: npt.NDArray[np.bool_]  # whether a client's fit, known from other rounds, was not measured in this one
 
 
 class Scorer:
-    """Scores rounds one after the other, in their order. `clients`: where the past of the clients is kept."""
+    """Scores rounds one after the other, in order. `clients`: where the past of the clients is kept."""
 
     def __init__(self, clients: ClientTable | None = None) -> None:
         self._clients = ClientTable() if clients is None else clients
         self._residual, self._weight = (self._clients.column((len(SIGNS),)) for _ in range(2))
         self._lasting, self._lasting_weight = (self._clients.column((len(SIGNS),)) for _ in range(2))
         self._count = self._clients.column()
-        self._pair = self._clients.column((2,), fill=np.nan)  # the classes it confused when these were last known
-        self._fit = self._clients.column((len(FIT),), fill=np.nan)  # the newest values of what is measured in turns
+        self._pair = self._clients.column((2,), fill=np.nan)  # the classes that it last confused
+        self._fit = self._clients.column((len(FIT),), fill=np.nan)  # newest values of the signs measured in turns
         self._since_fit = self._clients.column()  # participations since these were measured
         # Least squares of each sign on size and diversity, pooled over the run.
         self._products = np.zeros((2, len(SIGNS)))
@@ -90,9 +93,7 @@ class Scorer:
         return Scores(vitals.nodes, peers, own, lasting, self._count.values[rows], persistent, rare, unmeasured)
 
     def _with_newest_fit(self, values: Array, rows: Rows) -> tuple[Array, npt.NDArray[np.bool_]]:
-        """Return the signs with those of the fit as they were when each client's was last measured, and which of them
-        are of an earlier round.
-        """
+        """Return the signs with those of the fit as last measured for each client, and which of these are older."""
         fit, before = values[:, _FIT], self._fit.values[rows]
         measured = np.isfinite(fit[:, 0])
         age = self._since_fit.values[rows] = np.where(measured, 0, self._since_fit.values[rows] + 1)
@@ -129,9 +130,7 @@ class Scorer:
         return _normalised(change - _median_by_sign(change))
 
     def _lasting_scores(self, peers: Array, rows: Rows, earlier: npt.NDArray[np.bool_]) -> Array:
-        """Return the scores averaged over the last participations; of signs that are known from an `earlier` round
-        only, the average of then.
-        """
+        """Return the scores averaged over the last participations; for signs of an `earlier` round, the old average."""
         sums, weights = self._lasting.values[rows], self._lasting_weight.values[rows]
         sums = self._lasting.values[rows] = np.where(earlier, sums, LASTING * sums + peers)
         weights = self._lasting_weight.values[rows] = np.where(earlier, weights, LASTING * weights + 1)
@@ -154,7 +153,7 @@ def _median_by_sign(values: Array) -> Array:
 
 
 def _spread(centred: Array) -> Array:
-    """1.4826 · median of the distances."""
+    """Return 1.4826 · median of the distances."""
     return 1.4826 * _median_by_sign(np.abs(centred))
 
 
@@ -165,14 +164,14 @@ def _normalised(centred: Array) -> Array:
     return np.nan_to_num(np.clip(normal_scores(np.nan_to_num(distances), freedom), -CLIP, CLIP))
 
 
-# Student's t as a normal score, without scipy: an approximation that is monotone and good to a few hundredths.
+# Student's t as a normal score, without scipy: a monotone approximation, accurate to a few hundredths.
 
 
 def normal_scores(t: Array, freedom: int) -> Array:
-    """The normal score with the same tail probability as `t` with so many degrees of freedom.
+    """Return the normal score with the same tail probability as `t` with this many degrees of freedom.
 
-    Wallace's approximation (1959): z = ±√(f · ln(1 + t²/f)) · (8f + 1) / (8f + 3). Off by under 0.05 up to a score of
-    4 from three degrees of freedom on; a test holds it against numerical integration.
+    Wallace's approximation (1959): z = ±√(f · ln(1 + t²/f)) · (8f + 1) / (8f + 3). The error is below 0.05 up to a
+    score of 4 from three degrees of freedom on; a test compares it with numerical integration.
     """
     size = np.sqrt(freedom * np.log1p(t**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
     return np.asarray(np.sign(t) * size)

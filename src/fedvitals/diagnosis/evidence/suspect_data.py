@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients' data look wrong, and how: by what changed in them, and by comparison with their peers' data.
+"""Which clients' data look wrong, and how: by changes in them, and by comparison with their peers' data.
 
 Limits are log-likelihood ratios and deviations that none of about 13,000 healthy clients of the tuning sets exceeded
-(`fedvitals_studies.faultbank`, banks `tune-wide` and `healthy-tune`), except in federations whose clients do not agree
-on what a class is. There many clients stand out, and none of them is accused.
+(`fedvitals_studies.faultbank`, banks `tune-wide` and `healthy-tune`), except in federations whose clients disagree
+about what a class is. There many clients stand out, and none of them is accused.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from fedvitals.diagnosis.evidence.described_data import DataSketches, data_sketc
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 
-NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels that it tells of
-FLIP_LIMIT, LEAST_SHARE = 13.0, 0.35  # the same, of the samples of one label
-FEW_FLIPPED, LEAST_FLIPPED = 8.0, 0.05  # samples that are few, and share of all that a flip must concern
-USUAL_PAIRS = 900  # of classes, times clients, at which the limit is as above
-ABOVE_USUAL = 10.0  # by which a flip must exceed those of the other clients: samples may depend on each other
-EXPLAINED, MIXED = 0.5, 0.35  # of what is unusual about a client's data, the share that wrong labels must explain
+NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels it implies
+FLIP_LIMIT, LEAST_SHARE = 13.0, 0.35  # the same, for the samples of one label
+FEW_FLIPPED, LEAST_FLIPPED = 8.0, 0.05  # a number of samples that is few, and the share of all that a flip must concern
+USUAL_PAIRS = 900  # class pairs times clients, for which the limit is as above
+ABOVE_USUAL = 10.0  # by which a flip must exceed those of other clients, since samples may depend on each other
+EXPLAINED, MIXED = 0.5, 0.35  # of the deviation of a client's data, the share that wrong labels must explain
 SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
-SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
+SPREAD_OF_FEW = 7.0  # the same for clients with hardly a class to compare
 SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
-SHIFT_LIMIT = 60.0  # log-likelihood ratio from which inputs look otherwise, whatever the labels
-SHIFT_OF_OTHERS = 3.0  # times that of the usual client, which is added to that limit
-WITHIN = 0.4  # of what noise adds to the variance of inputs, the share that must be seen within classes
-NEAR_FLIP = 9.6  # of a log-likelihood ratio that is unusual, if not enough for an accusation
-MANY = 0.3  # of all clients: if more than so many stand out, they are another population
-GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that are a group with inputs of their own
-AS_MANY = 0.8  # of the clients now compared, with which data were compared before and nothing was unusual about them
-MOST_COMPARED = 300  # clients, of those that are not in the round the ones that told last
+SHIFT_LIMIT = 60.0  # log-likelihood ratio above which inputs differ, whatever the labels
+SHIFT_OF_OTHERS = 3.0  # times that of the usual client, added to that limit
+WITHIN = 0.4  # of the variance that noise adds to inputs, the share that must be visible within classes
+NEAR_FLIP = 9.6  # a log-likelihood ratio that is unusual, but not enough for an accusation
+MANY = 0.3  # of all clients: if more than this stand out, they are another population
+GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that form a group with inputs of their own
+AS_MANY = 0.8  # of the clients now compared, with which data were compared before without being unusual
+MOST_COMPARED = 300  # clients; of those not in the round, the ones that reported last
 
 
 @dataclass(frozen=True, slots=True)
 class DataSuspect:
-    """A client whose data look wrong. `kind` of fault, and the evidence: a change, or a deviation from the peers."""
+    """A client whose data look wrong.
+
+    The `kind` of fault, and the evidence: a change, or a deviation from the peers.
+    """
 
     kind: str
     since: int
@@ -52,18 +55,20 @@ class DataSuspect:
 
 @dataclass(frozen=True, slots=True)
 class DataExamination:
-    """What a round's data show: suspects, a group whose inputs look otherwise, and clients with nothing unusual."""
+    """Result for a round's data: suspects, a group with different inputs, and clients with nothing unusual."""
 
     suspects: Mapping[Node, DataSuspect]
     group: tuple[Node, ...]
     usual: frozenset[Node]
-    usual_inputs: frozenset[Node]  # whose inputs spread as the others' do, whatever is known of their labels
-    another_population: frozenset[Node]  # stand out, too many to be accused
+    usual_inputs: frozenset[Node]  # whose inputs spread as the others' do, even if their labels are unknown
+    another_population: frozenset[Node]  # they stand out, but are too many to be accused
 
 
 class _Compared:
-    """The comparison of a history's newest sketches, made again when there is a new one or other clients take part; and
-    the sketches about which nothing was unusual, with the number of clients that they were compared with.
+    """The comparison of a history's newest sketches, and the sketches that were not unusual.
+
+    Repeated when there is a new sketch or other clients take part. The latter are kept with the number of clients that
+    they were compared with.
     """
 
     def __init__(self) -> None:
@@ -72,19 +77,19 @@ class _Compared:
         self._usual: dict[Node, tuple[DataSketch, int]] = {}
 
     def was_usual(self, node: Node, sketch: DataSketch) -> bool:
-        """Return whether nothing was unusual about these very data before. If they deviate now, others' data did."""
+        """Return whether these same data were not unusual before. If they deviate now, the data of others changed."""
         known, clients = self._usual.get(node, (None, 0))
         return known is sketch and clients >= AS_MANY * len(self.deviations)
 
     def add_usual(self, node: Node, sketch: DataSketch) -> None:
-        """Remember that nothing is unusual about a client's data."""
+        """Record that a client's data are not unusual."""
         if not self.was_usual(node, sketch):
             self._usual[node] = sketch, len(self.deviations)
 
 
 @shared
 def examine_data(history: History, round_index: int) -> DataExamination:
-    """Return what the data of the clients in a round show."""
+    """Return the result for the data of a round's clients."""
     sketches = data_sketches(history, round_index)
     present = [node for node in clients_of(history, round_index) if node in sketches.newest]
     if not present:
@@ -103,8 +108,9 @@ def judge_data(
     deviations: Mapping[Node, DataDeviation],
     cleared: Collection[Node] = (),
 ) -> DataExamination:
-    """Return what the data of these clients show, from their sketches and how far these deviate from the others'; but
-    not those of `cleared` clients, which did not when they were described.
+    """Return the result for the data of these clients, from their sketches and deviations from the others'.
+
+    Except for `cleared` clients, whose data were not unusual when described.
     """
     changes = {node: change for node in present if (change := sketches.change(node)) is not None}
     suspects, shifted = dict[Node, DataSuspect](), list[Node]()
@@ -130,7 +136,7 @@ def judge_data(
 def _another_population(
     suspects: Mapping[Node, DataSuspect], deviations: Mapping[Node, DataDeviation], clients: int
 ) -> frozenset[Node]:
-    """Return the suspects that are too many to be faulty: data that changed together, or many that are as unusual."""
+    """Return the suspects too many to be faulty: data that changed together, or many that are equally unusual."""
     changed = {node for node, suspect in suspects.items() if suspect.change is not None}
     labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
     near = sum(
@@ -154,7 +160,7 @@ def _compared(history: History, sketches: DataSketches, present: list[Node]) -> 
 
 
 def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:
-    """Return what is wrong with a client's data: what changed is surer than what deviates."""
+    """Return what is wrong with a client's data; a change is more certain than a deviation."""
     if change is not None and change.kind != "inputs":
         return DataSuspect(change.kind, change.since, sketch, change, deviation)
     kind = None if deviation is None else _kind_of(deviation)
@@ -164,14 +170,14 @@ def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDevia
 
 
 def _kind_of(deviation: DataDeviation) -> str | None:
-    """Return the kind of fault that explains a deviation from the peers best; None if it is no more than usual."""
+    """Return the kind of fault that best explains a deviation from the peers; None if it is not unusual."""
     ratio = deviation.spread_ratio
     scaled = SCALED if deviation.cells > 1 else SCALED_OF_FEW
     if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / scaled < ratio < scaled:
         return "input_scale"
-    # Of inputs with more contrast, the classes would lie further apart, too.
+    # With inputs of higher contrast, the classes would also lie further apart.
     limit = SPREAD_LIMIT if deviation.cells > 1 else SPREAD_OF_FEW
-    # Noise on top of inputs adds as much to their variance within classes as to their variance.
+    # Noise on inputs adds as much to their variance within classes as to their total variance.
     within = not deviation.wider < 1 + WITHIN * (ratio**2 - 1)
     if deviation.spread_score > limit and ratio > NOISIER and within and not deviation.slope > (1 + ratio) / 2:
         return "input_noise"
@@ -189,15 +195,17 @@ def _kind_of(deviation: DataDeviation) -> str | None:
 
 
 def _flip_limit(deviation: DataDeviation) -> float:
-    """Return the log-likelihood ratio from which a flip is reported: more where many are looked for, where those of the
-    other clients are higher, and where it concerns few samples, whose mean need not be normal.
+    """Return the log-likelihood ratio above which a flip is reported.
+
+    It is higher if many flips are tested, if those of the other clients are higher, and if it concerns few samples,
+    whose mean need not be normal.
     """
     limit = max(FLIP_LIMIT + math.log(max(deviation.pairs, 1) / USUAL_PAIRS), deviation.usual_flip + ABOVE_USUAL)
     return limit * max(1.0, FEW_FLIPPED / max(deviation.flipped, 1e-9))
 
 
 def _is_usual(deviation: DataDeviation | None) -> bool:
-    """Return whether a client's data were compared well enough to say that nothing is unusual about them."""
+    """Return whether a client's data were compared well enough to say that they are not unusual."""
     return (
         deviation is not None and deviation.resolved >= NOISE_LIMIT and abs(deviation.spread_score) < SPREAD_LIMIT / 2
     )

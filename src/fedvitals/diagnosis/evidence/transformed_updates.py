@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognise runs whose updates are transformed between training and aggregation: compressed, quantised or pruned.
 
-Rules that compare an update with the training behind it, and the evidence learnt on untouched updates, mean nothing in
-such a run, so they abstain. Either the host states the transformation (the event `updates.transformed`, which no
-client may send), or it is recognised from measurements: most clients' updates differ from what the same clients
-trained, or consist mostly of zeros although their gradients do not. A minority never counts: a few clients that send
-something else than they trained are what detectors look for.
+Rules that compare an update with the training behind it, and evidence learnt on unaltered updates, do not apply to such
+a run, so they abstain. Either the host states the transformation (the event `updates.transformed`, which no client may
+send), or it is recognised from measurements: most clients' updates differ from what the same clients trained, or
+consist mostly of zeros although their gradients do not. A minority never counts: a few clients that send something
+other than they trained are what detectors look for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
 
 TRANSFORMED = "updates.transformed"  # the event by which a host states it
-FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
+FEWEST_CLIENTS = 4  # in a smaller cohort, clients of earlier rounds are counted as well
 LOOK_BACK = 5  # rounds searched for further clients
-REMEMBERED, FEWEST_ROUNDS = 20, 3  # newest rounds; of these, so many that were transformed
-ROUNDED = 1e-5  # relative difference in size from which an update was rounded on its way; untouched, it is about 1e-7
+REMEMBERED, FEWEST_ROUNDS = 20, 3  # newest rounds, and how many of them must be transformed
+ROUNDED = 1e-5  # relative difference in size above which an update was rounded in transit; unaltered: about 1e-7
 MOSTLY_ZEROS = 0.5  # share of zeros in a typical layer, beyond the zeros of its gradients
 
 
@@ -36,16 +36,15 @@ class Transformation:
     transformed: int
     compared: int
     sparse: bool  # recognised by zeros; otherwise by the difference between the received and the trained update
-    stated: bool = False  # by the host, not recognised
+    stated: bool = False  # stated by the host, rather than recognised
 
 
 @shared
 def transformation(history: History, round_index: int) -> Transformation | None:
-    """Return how the updates of this round are transformed; None if most arrive as they were trained, or if nothing is
-    known.
+    """Return how the updates of this round are transformed; None if most arrive as trained, or nothing is known.
 
     More than half of the compared clients must agree, and more than a third of all, so that no minority can silence the
-    detectors, even if only its telemetry arrives; in this round, or in most of the rounds before.
+    detectors, even if only its telemetry arrives; in this round, or in most of the earlier rounds.
     """
     if _is_stated(history, round_index):
         return Transformation(0, 0, sparse=False, stated=True)
@@ -53,8 +52,10 @@ def transformation(history: History, round_index: int) -> Transformation | None:
 
 
 def _recognised_before(history: History, round_index: int) -> Transformation | None:
-    """Return the transformation of most of the earlier rounds: where a model has converged, little is left of updates
-    that a transformation could change, and it shows with a few clients only.
+    """Return the transformation of most of the earlier rounds.
+
+    Once a model has converged, little is left of updates that a transformation could change, so it only shows for a few
+    clients.
     """
     rounds = rounds_until(history, round_index - 1, REMEMBERED)
     earlier = [seen for past_round in rounds if (seen := _recognised(history, past_round)) is not None]
@@ -72,9 +73,9 @@ def _recognised(history: History, round_index: int) -> Transformation | None:
 
 
 def _is_stated(history: History, round_index: int) -> bool:
-    """Return whether the host has stated that single updates are transformed.
+    """Return whether the host has stated that individual updates are transformed.
 
-    Differential privacy that the server applies to the mean leaves what each client sent as it was.
+    Differential privacy applied to the mean by the server leaves each client's update unchanged.
     """
     stated = [event.data for event in history.events(TRANSFORMED) if (event.where.round or 0) <= round_index]
     return any(
@@ -85,7 +86,7 @@ def _is_stated(history: History, round_index: int) -> bool:
 
 @shared
 def most_differ(history: History, round_index: int) -> bool:
-    """Return whether most of the comparable clients sent something else than they trained, however few they are."""
+    """Return whether most of the comparable clients sent something other than they trained, however few they are."""
     return holds_for_most(_over_rounds(history, round_index, _differing))
 
 
@@ -97,8 +98,9 @@ def holds_for_most(clients: Mapping[Node, bool]) -> bool:
 def _over_rounds(
     history: History, round_index: int, sign: Callable[[History, int], dict[Node, bool]]
 ) -> dict[Node, bool]:
-    """Return the sign of each client in this round; with too few clients, also that of others in the newest earlier
-    rounds.
+    """Return the sign of each client in this round.
+
+    If there are too few clients, also those of other clients in the newest earlier rounds.
     """
     clients = sign(history, round_index)
     if not clients or len(clients) >= FEWEST_CLIENTS:
@@ -110,7 +112,7 @@ def _over_rounds(
 
 @shared
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
-    """Return whether each client's update differs from what it trained, for the clients of which both are known."""
+    """Return whether each client's update differs from what it trained, for clients for which both are known."""
     return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
@@ -118,8 +120,8 @@ def _differing(history: History, round_index: int) -> dict[Node, bool]:
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether most values of each client's update are zeros that its gradients do not explain.
 
-    The median over the layers that changed: an embedding of which a client uses few rows is a single layer. Dead units,
-    and inputs that are always 0, leave zeros in the gradient as well. Where no gradient is known, all zeros count.
+    The median over the changed layers, so that an embedding of which a client uses few rows counts as one layer. Dead
+    units, and inputs that are always 0, also leave zeros in the gradient. If no gradient is known, all zeros count.
     """
     clients = set(clients_of(history, round_index))
     nodes, sums = history.across("update", ("l2", "sparsity"), round_index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence summed over the rounds: what is known of a run's clients up to a round, and who is accused of what.
+"""Evidence summed over the rounds: what is known about a run's clients up to a round, and which are accused of what.
 
 Each round's evidence is added up per client as in Page's CUSUM test: signs of health subtract, signs of a fault add,
-and a client that exceeds a limit is accused. The limits are those at which healthy runs, of data and models that the
-evidence was not learnt on, raise as many alarms as the user allows.
+and a client above a limit is accused. At these limits healthy runs, of data and models that the evidence was not learnt
+on, raise as many alarms as the user allows.
 """
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ from fedvitals.diagnosis.evidence.wrong_labels import wrong_label_odds
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-# Log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it.
+# Log-odds added to each round's evidence, which bounds what a single healthy-looking round can subtract.
 DRIFT = {"telemetry": 1.5, "server": 1.5, "flip": 3.0}
-LEAST, MOST = -3.0, 4.0  # limits of what one round can add
+LEAST, MOST = -3.0, 4.0  # bounds on what one round can add
 CAP = 20.0  # so that a repaired client is cleared again before long
-# Shares of the allowed alarms; they overlap, and the rest belongs to all other rules together.
+# Shares of the allowed alarms; they overlap, and the rest is left to all other rules together.
 SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
-SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
-CONVERGED = 0.1  # of the run's largest update, the median client's
-POINTS_BACK = 0.2  # cosine to an earlier model, from which an update may have been added to one
+SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients taking part in a round
+CONVERGED = 0.1  # of the run's largest update norm, for the median client
+POINTS_BACK = 0.2  # cosine to an earlier model, above which an update may have been added to one
 EXPLAINED_FOR = 5  # rounds
 REMEMBERED = 6  # participations from which the kind of the fault is inferred
 _NEVER = np.iinfo(np.int64).min
-EVEN, CORROBORATED = 0.5, 0.9  # probabilities: from which samples that are classified wrong count, and to which
-FAR_BELOW = 2.0  # standard deviations of a number of right samples
-CLEARED = 2.0  # times the limit that the server's evidence must reach against a client of which all else is as usual
-UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
+EVEN, CORROBORATED = 0.5, 0.9  # probabilities: above the first misclassified samples count, up to the second
+FAR_BELOW = 2.0  # standard deviations of the number of correct samples
+CLEARED = 2.0  # times the limit, for the server's evidence against a client that is otherwise normal
+UNTENABLE, PLAIN = 0.1, 0.8  # chances of the named kind, and of another, at which the name is changed
 
 
 class EvidenceSums:
-    """One view's sums of evidence, by client. `clients`: the table of which its columns are part."""
+    """One view's sums of evidence, by client. `clients`: the table that its columns belong to."""
 
     def __init__(self, clients: ClientTable, kinds: int) -> None:
         self._clients = clients
         self._totals = clients.column()
-        self._began = clients.column(dtype=np.int64, fill=_NEVER)  # round since when the total has been above 0
-        # Log-probabilities of the kinds, of the newest participations, and of how many.
+        self._began = clients.column(dtype=np.int64, fill=_NEVER)  # round since which the total has been above 0
+        # Log-probabilities of the kinds in the newest participations, and the number of these.
         self._kinds, self._known = clients.column((REMEMBERED, kinds)), clients.column(dtype=np.int64)
         self._accused = clients.column(dtype=np.bool_)
         self.withdrawn = 0  # accusations that later rounds did not confirm
 
     def add(self, rows: Rows, round_index: int, evidence: Array, kind_logs: Array, limit: float) -> None:
-        """Add one participation's evidence of each client (a row of the table), and accuse it or withdraw the
-        accusation.
+        """Add one participation's evidence for each client (a row of the table).
+
+        Accuses the client or withdraws the accusation.
         """
         sums = self._totals.values[rows] + evidence
         sums = np.where(sums > 0, sums, 0.0)
@@ -78,12 +79,12 @@ class EvidenceSums:
         self._known.values[rows] = np.minimum(known + 1, REMEMBERED)
         accused = self._accused.values[rows]
         over = totals > limit
-        withdrawn = accused & ~over & (totals < limit / 2)  # not at the limit itself, so that a case does not flicker
+        withdrawn = accused & ~over & (totals < limit / 2)  # well below the limit, so that a case does not flicker
         self.withdrawn += int(withdrawn.sum())
         self._accused.values[rows] = (accused | over) & ~withdrawn
 
     def knows_kind(self, node: Node) -> bool:
-        """Return whether there is evidence against a client from which the kind of its fault can be inferred."""
+        """Return whether there is evidence from which the kind of a client's fault can be inferred."""
         return len(self.kind_logs(node)) > 0 and self.total(node) > 0
 
     def totals_among(self, rows: Rows) -> Array:
@@ -105,7 +106,7 @@ class EvidenceSums:
         return 0.0 if row is None else float(self._totals.values[row])
 
     def began(self, node: Node) -> int | None:
-        """Return the round since when a client's sum has been above 0; None if it is not."""
+        """Return the round since which a client's sum has been above 0; None if it is not."""
         row = self._clients.row_of(node)
         return None if row is None or self._began.values[row] == _NEVER else int(self._began.values[row])
 
@@ -118,9 +119,9 @@ class EvidenceSums:
 
 
 class EvidenceTrend:
-    """The evidence of a run up to a round; `add_round` takes the next one.
+    """The evidence of a run up to a round; `add_round` adds the next one.
 
-    `allowed`: alarms per 100 healthy rounds, over all rules together. `most`: clients that are remembered.
+    `allowed`: alarms per 100 healthy rounds, over all rules together. `most`: the number of clients remembered.
     """
 
     def __init__(self, model: EvidenceModel, allowed: float, most: int = MOST_CLIENTS) -> None:
@@ -128,26 +129,26 @@ class EvidenceTrend:
         self._clients = ClientTable(most)
         self.scorer = Scorer(self._clients)
         self.views = {name: EvidenceSums(self._clients, len(model.views[name].kinds)) for name in VIEWS}
-        # Samples that the received model classified right, as many as it usually does, and all of them, since there is
-        # evidence against a client; and the first two of before.
+        # Counts since there has been evidence against a client: samples that the received model classified correctly,
+        # the usual number, and all of them; and the first two from before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
-        self._has_classes = False  # whether clients are known to have classes, not numbers to predict
-        self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
+        self._has_classes = False  # whether clients are known to have classes rather than regression targets
+        self._chance = 0.0  # accuracy of a blind guess; 0 if the classes are unknown
         self.round: int | None = None
         self.rounds = 0
         self.vital_signs: VitalSigns | None = None
         self.scores: Scores | None = None  # of the last round; None if there were too few clients to compare
-        self.accuracy = float("nan")  # of the received model, median over the clients, when it was last known
+        self.accuracy = float("nan")  # of the received model, median over the clients, when last known
         self.limits: dict[str, float] = {}
-        self.altered_since: dict[Node, int] = {}  # who sent something else than it trained, and since when
-        self.kind_chances: dict[Node, dict[str, float]] = {}  # of each kind, for all that stand accused
+        self.altered_since: dict[Node, int] = {}  # clients that sent something other than they trained, and since when
+        self.kind_chances: dict[Node, dict[str, float]] = {}  # of each kind, for all accused clients
         self.suspected_kinds: dict[Node, str] = {}  # the kind that each of these is accused of
-        self.abstains = False  # whether the last round's updates were transformed, so that nobody is judged by them
+        self.abstains = False  # whether the last round's updates were transformed, so that no client is judged by them
         self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
-        self._explained: dict[Node, int] = {}  # when something exact last explained what is unusual about a client
-        self._excluded: dict[Node, frozenset[str]] = {}  # kinds that a client's data and settings of the round exclude
-        self.exchanging = False  # whether clients pass models to each other, and look faulty for their neighbours
-        self.largest = 0.0  # norm of the median client's update, in the round in which that was largest
+        self._explained: dict[Node, int] = {}  # round in which an exact finding last explained a client's signs
+        self._excluded: dict[Node, frozenset[str]] = {}  # kinds ruled out by a client's data and settings of the round
+        self.exchanging = False  # whether clients pass models on, so that a fault makes neighbours look faulty
+        self.largest = 0.0  # the largest median norm of the clients' updates in any round
 
     @property
     def clients(self) -> Collection[Node]:
@@ -155,7 +156,7 @@ class EvidenceTrend:
         return self._clients
 
     def add_round(self, history: History, round_index: int) -> None:
-        """Take in the next round."""
+        """Add the next round."""
         vital_signs = vital_signs_of(history, round_index)
         self.round, self.rounds = round_index, self.rounds + 1
         rows = self._rows_of(vital_signs.nodes)
@@ -176,7 +177,8 @@ class EvidenceTrend:
                 self.altered_since.setdefault(node, round_index)
             else:
                 self.altered_since.pop(node, None)
-        # Whose sums were compared and are no multiple: neither negated nor scaled; and what points to no earlier model.
+        # Clients whose sums were compared without being a multiple: neither negated nor scaled; and not near an earlier
+        # model.
         differing, factors = (history.latest(f"update.{name}", round_index) for name in ("differs", "factor"))
         back = peer_statistic(history, round_index, "back") if differing else {}
         self._ruled_out = {
@@ -195,7 +197,7 @@ class EvidenceTrend:
         self._update_suspected_kinds(vital_signs.nodes, rows, unaltered)
 
     def _rows_of(self, nodes: Sequence[Node]) -> Rows:
-        """Return the rows of a round's clients; what is known of clients that gave way to new ones is dropped."""
+        """Return the rows of a round's clients, after dropping clients that were replaced by new ones."""
         rows = self._clients.rows_of(nodes)
         for node in self._clients.forgotten:
             for by_client in (self.altered_since, self.suspected_kinds, self.kind_chances, self._explained):
@@ -203,8 +205,9 @@ class EvidenceTrend:
         return rows
 
     def is_explained(self, node: Node) -> bool:
-        """Return whether a client's data, its learning rate or an exact relation of its update explained in one of the
-        last rounds what is unusual about it: what it does now and then is named by that alone.
+        """Return whether an exact finding of the last rounds explains what is unusual about a client.
+
+        That is its data, its learning rate or an exact relation of its update; such a client is only named by that.
         """
         return self.round is not None and self.round - self._explained.get(node, _NEVER) <= EXPLAINED_FOR
 
@@ -217,7 +220,7 @@ class EvidenceTrend:
         return {name: view.total(node) for name, view in self.views.items()}
 
     def _converged(self, history: History, round_index: int) -> bool:
-        """Return whether updates have shrunk so far that a few hard samples decide what is left of them.
+        """Return whether updates have shrunk so far that a few hard samples determine what is left of them.
 
         Healthy clients then differ as much as faulty ones do earlier, and the evidence was not learnt on such rounds,
         so it is left unchanged.
@@ -236,7 +239,7 @@ class EvidenceTrend:
         cohort: str,
         comparable: npt.NDArray[np.bool_],
     ) -> None:
-        prepared: dict[tuple[bool, int], tuple[Array, Array]] = {}  # two of the views have the same features
+        prepared: dict[tuple[bool, int], tuple[Array, Array]] = {}  # two of the views share their features
         for name, view in self.views.items():
             learnt = self.model.views[name]
             key = (name == "server", learnt.scored)
@@ -247,10 +250,10 @@ class EvidenceTrend:
             gained = np.clip(learnt.evidence(signs, linear) + DRIFT[name], LEAST, MOST)
             likely = learnt.likely(signs, linear)
             allowed = self.allowed * SHARES[name]
-            # Higher, where this very run has shown more false alarms than are allowed.
+            # Higher if this run has shown more false alarms than are allowed.
             excess = max(0.0, view.withdrawn - max(1.0, 2 * allowed * self.rounds / 100))
             limit = self.limits[name] = learnt.limit(cohort, allowed) + excess
-            # A round in which a client's fit was not measured is no sign of its health: such views wait for the next.
+            # A round without a measured fit is no sign of a client's health, so such views wait for the next one.
             counted = comparable if name == "server" else comparable & ~scores.unmeasured
             view.add(rows[counted], round_index, gained[counted], likely[counted], limit)
 
@@ -269,8 +272,10 @@ class EvidenceTrend:
         self._classified_before.values[rows] += np.where(suspicious, 0.0, counts[:, :2])
 
     def probability(self, node: Node) -> float:
-        """Return the probability that a client is faulty, by its evidence; what it reports of its samples can raise it
-        if the model gets less than half as many of them right as of its peers', and did not before.
+        """Return the probability that a client is faulty, by its evidence.
+
+        Its reported samples can raise it if the model gets fewer than half as many of them right as of its peers', and
+        did not before.
         """
         row = self._clients.row_of(node)
         probability = self.model.probability(self.totals(node), exchanging=self.exchanging)
@@ -283,7 +288,7 @@ class EvidenceTrend:
         return max(probability, CORROBORATED) if rarely_right and not rarely_before else probability
 
     def _update_suspected_kinds(self, nodes: Sequence[Node], rows: Rows, unaltered: Collection[Node]) -> None:
-        """Set or clear the kinds of faults that a round's clients are accused of."""
+        """Set or clear the kinds of fault that a round's clients are accused of."""
         accused = np.logical_or.reduce([view.accused_among(rows) for view in self.views.values()])
         for node, stands_accused in zip(nodes, accused.tolist(), strict=True):
             if stands_accused or node in self.altered_since:
@@ -302,12 +307,12 @@ class EvidenceTrend:
         view = "telemetry" if believed else max(fired, key=lambda name: self.views[name].total(node))
         kinds = self.model.views[view].kinds
         possible = self._possible_kinds(node, fired, kinds, honest=honest)
-        if not any(possible):  # unlike its peers, and nothing that could be wrong with it is
+        if not any(possible):  # it differs from its peers, but no known fault is possible
             self._clear_suspicion(node)
             return
         logs = self.views[view].kind_logs(node)
         if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
-            # Telemetry of a client that sent what it trained adds to what the server sees; it does not replace it.
+            # Telemetry of a client that sent what it trained supplements what the server sees, without replacing it.
             logs = np.concatenate([logs, self.views["server"].kind_logs(node)])
         chances = self.kind_chances[node] = fault_kind_chances(logs, kinds, possible)
         if "label_noise" in chances and honest:
@@ -319,7 +324,7 @@ class EvidenceTrend:
             chances |= {kind: chance / whole for kind, chance in chances.items()}
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)
         if likeliest in DATA_FAULTS and not self._has_classes:
-            # A client whose numbers are harder to predict looks like one whose data are wrong.
+            # A client with harder regression targets looks like one with wrong data.
             self._clear_suspicion(node)
             return
         stands = chances.get(before, 0.0) if before is not None else 0.0
@@ -327,10 +332,10 @@ class EvidenceTrend:
             self.suspected_kinds[node] = likeliest
 
     def _possible_kinds(self, node: Node, fired: Sequence[str], kinds: Sequence[str], *, honest: bool) -> list[bool]:
-        """Return which kinds of fault are possible for a client, by what is known of its update, data and settings.
+        """Return which kinds of fault are possible for a client, given its update, data and settings.
 
-        A client that reports to have sent what it trained, with the data and the learning rate of its peers, can only
-        be lying. The server's own evidence decides, but it must be twice as strong as usual.
+        A client that reports having sent what it trained, with the data and the learning rate of its peers, can only be
+        lying. The server's own evidence decides, but must be twice as strong as usual.
         """
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
@@ -339,13 +344,13 @@ class EvidenceTrend:
         if honest and not any(before) and self.views["server"].total(node) < CLEARED * self.limits["server"]:
             return before
         if honest and fired != ["server"] and (any(before) or "server" not in fired):
-            # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
+            # It sent what it trained, so the fault is in the training. (The server's view does not rely on telemetry.)
             return before
         return [kind not in excluded for kind in kinds]
 
 
 def _explained(history: History, round_index: int) -> set[Node]:
-    """Return the clients of a round that are named by something exact."""
+    """Return the clients of a round that are named by an exact finding."""
     relations = exact_relations(history, round_index)
     altered = {node for node, relation in relations.items() if relation.kind not in HARMLESS}
     examined = examine_data(history, round_index)
@@ -353,8 +358,9 @@ def _explained(history: History, round_index: int) -> set[Node]:
 
 
 def _excluded_kinds(history: History, round_index: int) -> dict[Node, frozenset[str]]:
-    """Return the kinds of fault that clients do not have: their data are like their peers', their learning rate the
-    common one.
+    """Return the kinds of fault that clients cannot have.
+
+    Their data are like their peers', or their learning rate is the common one.
     """
     own = own_learning_rates(history, round_index)
     excluded = {node: {"wrong_learning_rate"} for node in history.latest(LEARNING_RATE, round_index) if node not in own}
@@ -368,8 +374,9 @@ def _excluded_kinds(history: History, round_index: int) -> dict[Node, frozenset[
 def fault_kind_chances(
     logs: Sequence[Array] | Array, kinds: Sequence[str], possible: Sequence[bool]
 ) -> dict[str, float]:
-    """Return the probability of each kind from its log-probabilities in several participations; 0 for kinds that are
-    not possible.
+    """Return the probability of each kind from its log-probabilities in several participations.
+
+    It is 0 for kinds that are not possible.
     """
     total = np.where(possible, np.sum(logs, axis=0), -np.inf)
     shares = np.exp(total - total.max())
@@ -382,7 +389,7 @@ def groups_exchange_models(groups: Mapping[Node, str]) -> bool:
 
 
 def cohort_kind(present: int, known: int, *, exchanged: bool = False) -> str:
-    """Return which limits apply: kinds of cohorts raise false alarms at very different rates."""
+    """Return which limits apply, since kinds of cohorts raise false alarms at very different rates."""
     if exchanged:
         return "exchanging"
     if present < PARTIAL * known:

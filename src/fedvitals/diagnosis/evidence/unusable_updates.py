@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact tests that an update must pass before it is averaged, on the nine sums that are computed of it anyway."""
+"""Exact tests that an update must pass before it is averaged, on the nine sums that are computed anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedvitals.stats import COUNT, INFS, NANS, SUM_SQUARES, Array
 
 
 class UnusableUpdateCheck:
-    """Checks updates; remembers only which layer sizes are usual."""
+    """Checks updates; only remembers which layer sizes are usual."""
 
     def __init__(self) -> None:
         self._sizes: Counter[tuple[int, ...]] = Counter()

@@ -12,18 +12,17 @@ import math
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 
-MISMATCH_LIMIT = 0.01  # relative difference of two equal sizes; 0 of 323,377 healthy client-rounds had as much
-COHORT_WIDE_SHARE = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
+MISMATCH_LIMIT = 0.01  # relative difference of two equal sizes; none of 323,377 healthy client-rounds had as much
+COHORT_WIDE_SHARE = 1 / 3  # of a cohort: more clients than are faulty in any federation that still learns
 
 
 @shared
 def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
-    """Return the relative difference for each client: in size, or in the sums of the layer that differs most
-    (`differs`).
+    """Return the relative difference for each client.
 
-    A model of half precision rounds each value by up to 0.4 %, which is less than `MISMATCH_LIMIT`. Where the sums of
-    all trained layers agree, sizes may still differ, because the update holds more than was trained, such as running
-    statistics of batch norm.
+    It is in size, or in the sums of the layer that differs most (`differs`). A model of half precision rounds each
+    value by up to 0.4 %, which is less than `MISMATCH_LIMIT`. If the sums of all trained layers agree, sizes may still
+    differ, because the update holds more than was trained, such as running statistics of batch norm.
     """
     drift, differs = history.latest("weight.drift", round_index), history.latest("update.differs", round_index)
     return {
@@ -36,7 +35,7 @@ def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
 
 
 def _size_difference(norm: float, drift: float) -> float:
-    """Return the absolute logarithm of a ratio, also where the ratio itself is too large or small for a float."""
+    """Return the absolute logarithm of a ratio, even if the ratio itself overflows or underflows a float."""
     ratio = norm / drift
     return abs(math.log(ratio) if 0 < ratio < math.inf else math.log(norm) - math.log(drift))
 

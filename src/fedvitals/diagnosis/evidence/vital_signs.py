@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's vital signs in one round: the numbers by which clients are compared, from the server and from telemetry.
 
-What the server sees of an update cannot be falsified by a client; what it reports about its own training can. The two
-are kept apart throughout, so that lying gains nothing. A missing sign is NaN.
+What the server sees of an update cannot be falsified by a client; what the client reports about its own training can.
+The two are kept apart throughout, so that lying gains nothing. A missing sign is NaN.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TELEMETRY = (
     *("gain", "gradient", "gradient_last", "gradient_ratio", "gradient_first", "rate", "samples_per_step"),
 )
 SIGNS = (*SERVER, *TELEMETRY)
-FIT = TELEMETRY[: TELEMETRY.index("gradient")]  # of the client's own samples, by extra passes: measured in turns
-# Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
+FIT = TELEMETRY[: TELEMETRY.index("gradient")]  # of the client's own samples, by extra passes, and so measured in turns
+# Least spread among peers: keeps rounding from turning into scores in a cohort of near-equal values.
 FLOOR = {
     **dict.fromkeys(SIGNS, 0.05),
     **dict.fromkeys(("norm", "rate", "loss_before", "loss_after", "loss_p90", "gradient", "gradient_last"), 0.12),
     **dict.fromkeys(("nearest", "gain", "share_first", "share_head"), 0.1),
     "spread": 0.01,
 }
-_EXCHANGED = 0.999  # cosine of updates that were averaged with each other before they were sent
+_EXCHANGED = 0.999  # cosine of updates that were averaged with each other before being sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class VitalSigns:
 
     nodes: list[Node]
     values: Array
-    size: Array  # log of the samples that the client claims
-    diversity: Array  # entropy of its labels; NaN where it does not tell
-    absolute: Array  # [clients, ABSOLUTE]: what says something without peers
-    pairs: Array  # [clients, 2]: the classes that are confused most, label and guess; NaN without
+    size: Array  # log of the client's claimed number of samples
+    diversity: Array  # entropy of its labels; NaN if not reported
+    absolute: Array  # [clients, ABSOLUTE]: signs that are meaningful without peers
+    pairs: Array  # [clients, 2]: the classes confused most, label and guess; NaN if there are none
 
 
 ABSOLUTE_SERVER = ("step", "nearest", "back", "cosine", "signs", "previous", "classes", "size", "cohort")
@@ -67,11 +67,11 @@ def _median(values: Array) -> float:
 
 
 def _artanh(cosines: Array) -> Array:
-    """Return cosines on an unbounded scale, on which values near 1 or −1 are told apart as well as those near 0."""
+    """Return cosines on an unbounded scale, which separates values near 1 or −1 as well as those near 0."""
     return np.arctanh(np.clip(cosines, -0.9995, 0.9995))
 
 
-_LOSS, _SHARE = 0.05, 1e-3  # added before a logarithm, so that 0 has one
+_LOSS, _SHARE = 0.05, 1e-3  # added before a logarithm, so that it is defined at 0
 _OFFSET = {
     **dict.fromkeys(("loss_before", "loss_after", "loss_p90"), _LOSS),
     **dict.fromkeys(("share_first", "share_head"), _SHARE),
@@ -81,10 +81,9 @@ _AS_THEY_ARE = ("signs", "class_entropy", "accuracy_before", "accuracy_after")
 
 
 def as_measured(sign: str, compared: float | None) -> float | None:
-    """Return a sign's measured value from the transformed one that is compared; of a difference of logarithms, the
-    ratio.
+    """Return a sign's measured value from the transformed one used for comparison.
 
-    Names that are not signs are returned unchanged.
+    For a difference of logarithms this is the ratio. Names that are not signs are returned unchanged.
     """
     if compared is None or not np.isfinite(compared) or sign not in SIGNS or sign in _AS_THEY_ARE:
         return compared
@@ -99,7 +98,7 @@ def as_measured(sign: str, compared: float | None) -> float | None:
 
 
 def vital_signs_of(history: History, round_index: int) -> VitalSigns:
-    """Return the signs of every client that sent an update, or trained, in this round."""
+    """Return the signs of every client that sent an update or trained in this round."""
     nodes = list(history.latest("update.norm", round_index)) or clients_of(history, round_index)
 
     def metric(name: str) -> Array:
@@ -110,10 +109,11 @@ def vital_signs_of(history: History, round_index: int) -> VitalSigns:
     claimed, counted = metric("update.samples"), metric("samples")
     size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
     labels = label_counts(history, round_index)
-    # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
-    # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
+    # If most clients differ, the transport alters updates, and the distance says nothing about a single client.
+    # The evidence was learnt on updates that differ clearly or not at all; an update that was only rounded counts as
+    # equal.
     mismatches = {} if most_differ(history, round_index) else update_mismatches(history, round_index)
-    equal = harmless_alterations(history, round_index)  # no sign of a fault
+    equal = harmless_alterations(history, round_index)  # not a sign of a fault
     mismatches = {
         node: distance if distance > MISMATCH_LIMIT and node not in equal else 0.0
         for node, distance in mismatches.items()
@@ -140,7 +140,7 @@ def _update_signs(
     peers = {name: columns[:, i] for i, name in enumerate(PEER_COLUMNS)}
     nearest = peers["nearest"]
     if len(nodes) and np.nanmedian(np.where(np.isnan(nearest), -1.0, nearest)) > _EXCHANGED:
-        nearest = np.full(len(nodes), np.nan)  # members of an edge that averages send the same: that is no copy
+        nearest = np.full(len(nodes), np.nan)  # members of an averaging edge send the same, which is not a copy
     shares = _aligned(history, "update.alignment", ("share",), round_index, nodes)[:, :, 0]
     head = _head(history.layers("update.alignment"))
     return {
@@ -191,8 +191,9 @@ def _training_signs(
 
 
 def _aligned(history: History, family: str, statistics: tuple[str, ...], round_index: int, nodes: list[Node]) -> Array:
-    """Return [nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where nothing was
-    measured.
+    """Return [nodes, layers, statistics] in the order of `nodes`.
+
+    Has at least one layer; NaN if nothing was measured.
     """
     measured, values = history.across(family, statistics, round_index)
     layers = max(1, values.shape[1] if len(measured) else len(history.layers(family)))
@@ -206,6 +207,6 @@ def _aligned(history: History, family: str, statistics: tuple[str, ...], round_i
 
 
 def _head(layers: tuple[str, ...]) -> int:
-    """Return the index of the last weight, which separates the classes."""
+    """Return the index of the last weight, that of the classifier."""
     weights = [i for i, name in enumerate(layers) if "weight" in name.rsplit(".", 1)[-1]]
     return weights[-1] if weights else max(0, len(layers) - 1)

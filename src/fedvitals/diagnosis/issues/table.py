@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All issues in one table, from which `docs/issues.md` is generated.
 
-A detector reports only an issue's code and its numbers. Symptom, causes, remedies and what would refute it are written
-once, in the TOML files of this folder (one per family), so that every finding of an issue answers the same questions.
+A detector only reports an issue's code and its numbers. Symptom, causes, remedies and refutation are written once, in
+the TOML files of this folder (one per family), so that every finding of an issue answers the same questions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from fedvitals.certainty import certainty
 
 FAMILIES = ("convergence", "client", "aggregation", "gradient", "system")
-SEVERITIES = ("critical", "warning", "note")  # the worst first
+SEVERITIES = ("critical", "warning", "note")  # worst first
 FOLDER = Path(__file__).parent
 RATES = FOLDER / "rates.json"
 """Written by the fault bank: {"bank": digest, "healthy_rounds": number, "per_100_rounds": {code: rate}}."""
@@ -26,22 +26,22 @@ RATES = FOLDER / "rates.json"
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What is known of one kind of problem: its symptom, causes, remedies, and what would refute a finding of it."""
+    """One kind of problem: its symptom, causes, remedies, and what would refute a finding of it."""
 
     code: str
     title: str
     family: str
-    severity: str  # of a finding that does not say its own: «note», «warning», «critical»
+    severity: str  # default for findings that do not set one: «note», «warning», «critical»
     symptom: str = ""
-    causes: tuple[str, ...] = ()  # the likeliest first
-    remedies: tuple[str, ...] = ()  # the first to try first
+    causes: tuple[str, ...] = ()  # likeliest first
+    remedies: tuple[str, ...] = ()  # in the order to try them
     refutation: str = ""  # what would prove the finding wrong
     reference: str = ""
     exact: bool = False  # an equality test: no false alarm is possible, and none is budgeted
 
 
 def _issues_of(family: str) -> tuple[Issue, ...]:
-    """Return the issues of a family's TOML file, in the order of the file; its tables are named by the codes."""
+    """Return the issues of a family's TOML file, in its order; its tables are named by the codes."""
     tables = tomllib.loads((FOLDER / f"{family}.toml").read_text(encoding="utf-8"))
     return tuple(msgspec.convert({**table, "code": code, "family": family}, Issue) for code, table in tables.items())
 
@@ -57,9 +57,7 @@ def how_sure(code: str, probability: float) -> str:
 
 
 def measured_rates() -> Mapping[str, float]:
-    """Return each rule's false alarms per 100 healthy rounds, as measured by the fault bank; empty before it has
-    run.
-    """
+    """Return each rule's false alarms per 100 healthy rounds, as measured by the fault bank; empty until it has run."""
     if not RATES.exists():
         return {}
     rates: Mapping[str, float] = json.loads(RATES.read_text(encoding="utf-8"))["per_100_rounds"]
