@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how far each client's signs lie from those of the other clients in the same rounds.
+"""Measures how far each client's signs are from those of the other clients in the same rounds.
 
-A sign is a metric of clients, or a column of the family `update.peers` (how an update stands among its round's). A
-score is the distance from the round's median in robust standard deviations (`robust_scores`): no verdict.
+A sign is a metric of clients, or a column of the family `update.peers` (how an update compares to the others of its
+round). A score is the distance from the round's median in robust standard deviations (`robust_scores`), not a verdict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedvitals.views.cohort import Floats, Matrix, matrix_of
 from fedvitals.views.matrix import metric_matrix
 
 PEERS = "update.peers"
-FLOOR = 0.05  # of the median, and for shares and cosines absolute: spread that peers always have
-FAR = 3.5  # robust standard deviations, from which on a value counts as far
-LARGEST = 1_000.0  # a score beyond this says no more than this
+FLOOR = 0.05  # relative to the median, absolute for shares and cosines: spread that peers always have
+FAR = 3.5  # robust standard deviations from which a value counts as far
+LARGEST = 1_000.0  # larger scores are cut to this value
 SYSTEM = ("time.", "traffic.", "memory.", "throughput.")  # signs of machines and links rather than of training
-# About the machine that all share or about fedvitals itself; and numbers of classes, which are names and no sizes.
+# About the shared machine or fedvitals itself; and class numbers, which are names and not quantities.
 LEFT_OUT = ("monitor.", "machine.", "bottleneck.", "time.part", "examined.", "memory.growth")
 CLASSES = ("confused_guess", "confused_label")
 
@@ -43,18 +43,18 @@ class ComparedSign:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a sign of one client lies from its peers'."""
+    """How far a client's sign is from its peers'."""
 
     client: str
     sign: str
     score: float  # the median over the rounds since `since`; without it, over all rounds
     far_rounds: int  # rounds beyond `FAR`
     compared_rounds: int  # rounds with a score
-    since: int | None  # the round from which on most are beyond `FAR`; None: there is none
+    since: int | None  # the round from which most are beyond `FAR`; None if there is none
     newest: float
     usual: float  # the other clients' median in the same round
     not_finite: int  # values that were NaN or infinite
-    not_finite_since: int | None  # the first round with such a value: later ones may have it from the global model
+    not_finite_since: int | None  # the first round with such a value: later ones may come from the global model
 
 
 def signs_of(reader: Reader, run: str, name: str | None = None) -> Iterator[ComparedSign]:
@@ -104,7 +104,7 @@ def _scores(values: Array | Floats, *, is_bounded: bool) -> Array:
 
 
 def deviation_of(sign: ComparedSign, client: str) -> Deviation | None:
-    """Return how far the client lies from its peers in this sign; None where it has no value."""
+    """Return how far the client is from its peers in this sign; None if it has no value."""
     row = sign.matrix.row(client)
     if row is None:
         return None
@@ -134,7 +134,7 @@ def deviation_of(sign: ComparedSign, client: str) -> Deviation | None:
 
 
 def _start(scores: Array) -> int | None:
-    """Return the first index from which on at least two thirds of the scores are far, and two or more of them."""
+    """Return the first index from which at least two thirds of the scores are far, and two or more of them."""
     far = np.abs(scores) > FAR
     for i in np.flatnonzero(far):
         if far[i:].sum() >= max(2, 2 * len(far[i:]) / 3):
@@ -143,8 +143,8 @@ def _start(scores: Array) -> int | None:
 
 
 def strongest(reader: Reader, run: str, clients: Sequence[str] | None = None) -> list[Deviation]:
-    """Return the deviations of these clients, or of all: values that are not finite first, in the order in which they
-    came; then those that last, the largest first; then the others.
+    """Return the deviations of these clients, or of all: values that are not finite first, in order of occurrence; then
+    lasting ones, the largest first; then the others.
     """
     deviations: list[Deviation] = []
     for sign in signs_of(reader, run):
@@ -156,6 +156,6 @@ def strongest(reader: Reader, run: str, clients: Sequence[str] | None = None) ->
 
 
 def order(deviation: Deviation) -> tuple[float, bool, float]:
-    """Return the key by which deviations are ranked."""
+    """Return the sort key of deviations."""
     came = float("inf") if deviation.not_finite_since is None else deviation.not_finite_since
     return came, deviation.since is None, -abs(deviation.score)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches what fedvitals says about its own metrics, issues, tables and verbs.
+"""Searches the documentation of fedvitals' metrics, issues, tables and verbs.
 
 The entries come from the tables in the package from which the pages of `docs/` are generated as well, so that an
-installed wheel answers without any file of the documentation.
+installed wheel needs no files of the documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedvitals.stats import DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES
 
 SATURATION, LENGTH = 1.2, 0.6  # k₁ and b of BM25
-TITLE = 4  # times that a word of the title counts
+TITLE = 4  # weight of a word in the title
 _WORD = re.compile(r"[a-z0-9]+")
 _COMMON = frozenset(
     ("a", "an", "and", "are", "as", "at", "be", "by", "do", "for", "from", "has", "how", "i", "in", "is", "it", "my",
@@ -30,7 +30,7 @@ _COMMON = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that is documented."""
+    """One documented item."""
 
     kind: str  # «metric», «layer statistics», «issue», «table», «verb» or «privacy»
     title: str
@@ -46,9 +46,9 @@ class _Index:
 
 
 def search(query: str, most: int = 5, more: tuple[Entry, ...] = ()) -> list[Entry]:
-    """Return the entries that match the words of the query best (BM25), the best first; none where no word occurs.
+    """Return the entries that best match the words of the query (BM25), best first; none if no word occurs.
 
-    `more` are entries of the caller's own, such as its verbs, which are searched as well.
+    `more` are the caller's own entries, such as its verbs, which are searched as well.
     """
     index = _index(more)
     wanted = set(_words(query))

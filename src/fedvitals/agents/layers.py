@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summarises the layers of a model for an agent: how gradients, updates and weights changed, whole or of one client."""
+"""Summarises a model's layers for an agent: how gradients, updates and weights changed, overall or for a client."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layer_summary(reader: Reader, run: str, client: str | None) -> dict[str, Any
 def layer_table(
     reader: Reader, run: str, layer: str, client: str | None, chosen: Callable[[Sequence[int]], list[int]]
 ) -> dict[str, Any]:
-    """Return the courses of one layer: the median client's and, with a client, its own."""
+    """Return the values of one layer over the rounds: the median client's and, with a client, its own."""
     known = {name for family, _ in SHOWN for name in reader.history(run).layers(family)}
     if layer not in known:
         raise ConfigError(unknown("layer", layer, sorted(known)[:50]))

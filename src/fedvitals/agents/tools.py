@@ -34,8 +34,8 @@ from fedvitals.views.round import round_page, round_table
 from fedvitals.views.status import run_states
 
 ROWS = 40  # rows of a table, unless fewer are asked for
-POINTS = 12  # values of a series
-SECONDS = 10.0  # that a statement of an agent's own may run
+POINTS = 12  # values shown of a series
+SECONDS = 10.0  # limit of an agent's own statement
 CELL = 8 << 20  # bytes of one value while a statement runs
 Run = Annotated[
     str, Field(max_length=300, description="Id of a run, its beginning, or its name (then its newest run).")
@@ -45,7 +45,7 @@ Rows = Annotated[int, Field(ge=1, le=200, description="At most so many rows.")]
 
 
 class Tools:
-    """The tools over one store. `entries` are what `search_docs` finds beside what the package itself documents."""
+    """The tools over one store. `entries` are searched by `search_docs` in addition to the package's documentation."""
 
     def __init__(self, store: Target, entries: Sequence[documentation.Entry] = (), limit: int = LIMIT) -> None:
         self._store = store
@@ -343,7 +343,7 @@ def _known_client(reader: Reader, run: str, client: str) -> str:
 
 
 def _spread(rounds: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the rounds, evenly spread, with the first and the last."""
+    """Return at most `most` of the rounds, evenly spaced, including the first and the last."""
     if len(rounds) <= most:
         return list(rounds)
     return [rounds[round(i * (len(rounds) - 1) / (most - 1))] for i in range(most)]

@@ -2,8 +2,8 @@
 """Determine what bounds a round, and a run: the part without which it would be shorter.
 
 The few slowest clients come first: if the round would be much shorter without them, no part of the others' work is to
-blame. Otherwise it is the class of work with the largest share of the critical path. Where clients take turns in one
-process that path leads through all of them, so the shares are those of all their work.
+blame. Otherwise it is the class of work with the largest share of the critical path. If clients take turns in one
+process, that path leads through all of them, so the shares are those of all their work.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedvitals.time_parts import WORK
 STRAGGLER, NOTHING = "straggler", "nothing"
 KINDS = ("compute", "upload", "download", STRAGGLER, "aggregation", "data loading", "server", NOTHING)
 
-BOUND = 1 / 3  # of the path, or of the round: below it, even to be rid of it all gains less than half in speed
-FEW = 0.1  # of the clients, at most, are «the slowest few»: more of them are a kind of device, not stragglers
-PAIR = 6  # clients, from which on two may be the slowest few
-TIE = 0.1  # of the larger of two shares, by which upload and download may differ and are named together
-FEWEST_CLIENTS = 3  # of two, one is always the slower, and nobody says which of them is usual
-SLOWER = 1.5  # times the others' median: of clients that take turns, three equal ones make a third each
-LONG = 1.5  # times the median: what a round lasts beyond it does not count more than others' when a run is judged
-OFTEN = 0.5  # of a client's rounds: chance makes somebody the slowest in every round, but seldom the same one
+BOUND = 1 / 3  # of the path, or of the round: a smaller part gains less than half in speed even if removed entirely
+FEW = 0.1  # share of the clients that «the slowest few» are at most: more of them are a type of device, not stragglers
+PAIR = 6  # clients from which on two may be the slowest few
+TIE = 0.1  # relative to the larger share: upload and download that differ by less are named together
+FEWEST_CLIENTS = 3  # of two, one is always slower, and it is unknown which of them is usual
+SLOWER = 1.5  # times the others' median: among clients that take turns, three equal ones take a third each
+LONG = 1.5  # times the median: a round's length counts only up to this when a run is judged
+OFTEN = 0.5  # share of a client's rounds: by chance some client is the slowest in every round, but seldom the same one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RoundVerdict:
     clock: str
     seconds: float
     kind: str
-    share: float  # of the round: of the class on its critical path, or what it would save without the stragglers
+    share: float  # of the round: of the class on its critical path, or the saving without the stragglers
     shares: dict[str, float]  # by class
     path: CriticalPath
     stragglers: tuple[str, ...]
@@ -60,14 +60,14 @@ class RunVerdict:
     share: float
     shares: dict[str, float]
     rounds: int
-    seconds: float  # of a round, the mean; a warm-up is left out
+    seconds: float  # mean seconds of a round, without a warm-up
     stragglers: tuple[str, ...]
-    without: float | None  # seconds of a round without them, the mean
+    without: float | None  # mean seconds of a round without them
     bound_by: str | None
     evidence: dict[str, Any]
     text: str
     by_round: tuple[RoundVerdict, ...]
-    warm_up: WarmUp | None = None  # the first round, where it took long because everything began in it
+    warm_up: WarmUp | None = None  # the first round, if it took long because everything started in it
 
 
 def judge_round(time: RoundTime, path: CriticalPath | None = None, *, waits: bool = True) -> RoundVerdict:
@@ -147,7 +147,7 @@ def dominant_kind(shares: Mapping[str, float]) -> tuple[str, float]:
 
 
 def upload_and_download_tied(shares: Mapping[str, float]) -> bool:
-    """Return whether upload and download take about the same."""
+    """Return whether upload and download take about the same time."""
     less, more = sorted(shares.get(way, 0.0) for way in ("upload", "download"))
     return less >= (1 - TIE) * more > 0
 

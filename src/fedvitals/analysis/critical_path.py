@@ -3,7 +3,7 @@
 
 It is followed from the round's end back to its beginning, always to the work that ended last before the next began.
 Work that alternated with others' inside one Span is one link, named after its largest part. Gaps between clients' work
-are filled with what the server is known to have done; the rest is unaccounted for.
+are filled with the server's known work; the rest is unaccounted for.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from fedvitals.analysis.timeline import WAITING, NodeTime, RoundTime, by_class
 from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, SpanBlock
 from fedvitals.time_parts import REST, SERVER, WORK
 
-SAME = 0.02  # of a round: the same node's work before a pause this short comes before another's that ended in it
-WAITED = 0.1  # share of a link in which its client waited, from which others took turns with it
-LAST_FIRST = ("evaluate", "examine", "aggregate", "receive")  # of a server's sums: what it did last, going back
+# Of a round: work of the same node before a pause this short takes precedence over another's that ended in it
+SAME = 0.02
+WAITED = 0.1  # share of a link that its client spent waiting, from which others took turns with it
+LAST_FIRST = ("evaluate", "examine", "aggregate", "receive")  # of a server's sums: its last work first, going back
 
 
 @dataclass(frozen=True, slots=True)
 class PathLink:
-    """One link of the chain; a gap that nobody's work explains belongs to the server, «unaccounted»."""
+    """One link of the chain; a gap that no node's work explains belongs to the server, «unaccounted»."""
 
     node: str
-    part: str  # the largest of its parts
+    part: str  # the part that took longest
     began: float
     seconds: float
     parts: dict[str, float]
@@ -45,8 +46,8 @@ class CriticalPath:
     began: float
     seconds: float
     links: tuple[PathLink, ...]  # the first to the last
-    slowest: str | None  # the client with most of it; None also where nobody is waited for
-    part: str  # what took longest: of that client, or of the server if that is more
+    slowest: str | None  # the client with most of it; also None if nobody is waited for
+    part: str  # the longest part: of that client, or of the server if that is longer
     part_seconds: float
     without: float | None  # the round's seconds without the slowest
     shares: dict[str, float]  # class → share of the round
@@ -166,7 +167,7 @@ def _link(unit: _WorkUnit, units: list[_WorkUnit]) -> PathLink:
     if not block.folded or waited <= WAITED * block.seconds:
         parts = block.parts
         return PathLink(unit.node, _largest(parts), unit.began, block.seconds, dict(parts), unit.group, block.shared)
-    # Others trained on the same thread meanwhile: all of them together explain the time.
+    # Others trained on the same thread in that time: all of them together explain it.
     beside = [other for other in units if other.block.folded and other.began < unit.ended and other.ended > unit.began]
     pooled: dict[str, float] = {}
     for other in beside:
@@ -302,7 +303,7 @@ def _describe_path(
     on_it = {link.node for link in links if link.node in shape.nodes}
     if slowest is None or saved is None or not links:
         return text + (f": the server's {NOUNS.get(part, part)}, {format_seconds(seconds)}" if seconds else "")
-    # Who would be hardly missed is not named.
+    # A client that would hardly be missed is not named.
     rest = f"; without {slowest} {format_seconds(saved)}" if saved < (1 - NAMED_FROM) * time.seconds else ""
     if shape.slots is not None and node != SERVER:
         turns = sum(link.seconds for link in links if link.node in shape.nodes)
@@ -346,10 +347,11 @@ def format_seconds(seconds: float) -> str:
     return f"{whole:,} {large}".replace(",", "\u2009") + (f" {rest} {small}" if rest else "")
 
 
-NAMED_FROM = 0.02  # of a round, by which it must be shorter without its slowest client for that one to be named
-FEWEST = 3  # rounds: of two, nobody says which one is usual
+# The share of a round by which it must be shorter without its slowest client for that client to be named
+NAMED_FROM = 0.02
+FEWEST = 3  # rounds: of two, it is unknown which one is usual
 LONGER = 1.5  # times the others' median
-BEGINNING = ("compute", "data loading", WAITING, UNACCOUNTED)  # what is slow at first; a slow link stays slow
+BEGINNING = ("compute", "data loading", WAITING, UNACCOUNTED)  # slow only at first; a slow link stays slow
 
 
 class WarmUp(NamedTuple):

@@ -25,15 +25,15 @@ ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 PREFIX = "bottleneck."
 KINDS = tuple(dict.fromkeys(WORK.values()))  # «download», «data loading», ...
 STRAGGLER = "straggler"
-LATEST = 64  # clients that are remembered by name: those that were done last
-ROUNDS = 8  # that are open at a time; of more, the oldest are forgotten
-LONGEST = 366 * 86_400.0  # seconds; what says it took longer is left out
-SPANS = 32_768  # of one round and clock, that are told apart from those which come again; more are left out
+LATEST = 64  # clients remembered by name: those that finished last
+ROUNDS = 8  # open at a time; beyond that, the oldest are dropped
+LONGEST = 366 * 86_400.0  # seconds; longer ones are dropped
+SPANS = 32_768  # of one round and clock, checked for repetition; more are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class _SpanWork:
-    """What a Span's time went to; of clients that trained as one batch, a client's share of the work."""
+    """The work in a Span's time; for clients that trained as one batch, a client's share of it."""
 
     attributes: object  # of the Span
     seconds: float
@@ -49,7 +49,7 @@ class _SpanWork:
         work: dict[str, float] = {}
         rest = 0.0
         parts = clamped_parts(recorded_parts(span), span.seconds)
-        sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server sent to others until then
+        sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server was sending to others until then
         for part, seconds in parts.items():
             kind = "download" if sent_late and part == "queue" else WORK.get(part)
             if kind is not None:
@@ -60,7 +60,7 @@ class _SpanWork:
         busy = whole = sum(work.values())
         together = span.attributes.get("stacked")
         shared = together if isinstance(together, int) and together > 1 else 1
-        if shared > 1:  # trained as one batch: the time is all of theirs
+        if shared > 1:  # trained as one batch: the time belongs to all of them
             work = {kind: seconds / shared for kind, seconds in work.items()}
             busy /= shared
         return cls(span.attributes, span.seconds, work, busy, whole, rest, waited, shared > 1)
@@ -77,18 +77,18 @@ class _SpanSums:
     last: float = float("-inf")
     last_began: float = float("-inf")
     first_ended: float = float("inf")
-    ends: float = 0.0  # the sum of all ends, since the first Span that came began
+    ends: float = 0.0  # the sum of all ends, relative to the start of the first Span
     base: float = 0.0
     inside: float = 0.0  # seconds of Spans
-    waited: float = 0.0  # of these
+    waited: float = 0.0  # of which spent waiting
     stacked: bool = False
     latest: list[tuple[float, int, str, float, dict[str, float]]] = field(default_factory=list)  # a heap, by the end
-    newest: _SpanWork | None = None  # of the Span that came last
+    newest: _SpanWork | None = None  # of the most recent Span
 
     def add(self, span: Span) -> None:
         own = self.newest
         if own is None or own.attributes is not span.attributes or own.seconds != span.seconds:
-            own = self.newest = _SpanWork.of(span)  # else of a client that trained in the same batch
+            own = self.newest = _SpanWork.of(span)  # otherwise from a client that trained in the same batch
         for seconds in own.waited:
             self.waited += seconds
         self.inside += span.seconds
@@ -111,11 +111,11 @@ class _SpanSums:
             heapq.heappushpop(self.latest, entry)
 
     def slots(self, under_way: float) -> int | None:
-        """Return how many clients work at a time, where they take turns; by the same criteria as `round_shape`."""
+        """Return how many clients work at a time, if they take turns; by the same criteria as `round_shape`."""
         if self.count < 2 or under_way <= 0:
             return None
         turns = self.stacked or self.waited > WAITED * self.inside
-        if not turns and self.last_began + CLOSE < self.first_ended:  # there was a moment at which all of them worked
+        if not turns and self.last_began + CLOSE < self.first_ended:  # at some moment all of them worked
             return None
         return max(1, round(self.total / under_way))
 
@@ -129,7 +129,7 @@ class _RoundSums:
     journeys: _SpanSums = field(default_factory=_SpanSums)
     clients: _SpanSums = field(default_factory=_SpanSums)
     server: dict[str, float] = field(default_factory=dict)
-    seen: set[tuple[str, str, str | None]] = field(default_factory=set)  # what came: a batch may be delivered twice
+    seen: set[tuple[str, str, str | None]] = field(default_factory=set)  # what arrived: a batch may be delivered twice
 
     def add(self, span: Span) -> None:
         own = (span.id, span.name, span.where.node)
@@ -153,7 +153,7 @@ class LiveProfile(Sink):
     """A sink that emits the metrics of each round that is over; it runs on a queue's worker."""
 
     name = "profile"
-    takes_measurements = takes_transfers = True  # and leaves them out: a round is told by its Spans
+    takes_measurements = takes_transfers = True  # and ignores them: a round is described by its Spans
 
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self._emit = emit
@@ -200,7 +200,7 @@ class LiveProfile(Sink):
 def _straggler_seconds(
     clients: _SpanSums, latest: list[tuple[float, int, str, float, dict[str, float]]], began: float
 ) -> float:
-    """Return the seconds for which the last client was waited for after all but the slowest few were done.
+    """Return how long the last client was waited for after all but the slowest few were done.
 
     Two clients count as few only if both are slow.
     """
@@ -236,7 +236,7 @@ def round_shares(sums: _RoundSums) -> tuple[dict[str, float], str | None, float]
             usual = (clients.total - slowest_seconds) / (clients.count - 1)
             alone = (
                 latest[0][0] - latest[1][0] if slots > 1 and latest[0][2] == slowest else 0.0
-            )  # when all others had done
+            )  # when all others were done
             shares[STRAGGLER] = max((slowest_seconds - usual) / slots, alone, 0.0) / whole
         else:
             ended, _, slowest, _, work = latest[0]

@@ -19,11 +19,11 @@ from fedvitals.analysis.what_if import WhatIfRow
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.plain_json import copied
 
-LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
-ENOUGH = 0.8  # of the most that a deadline could save: of those that do, the one that leaves out the fewest
-MOST_LOST = 0.5  # share of the data; a deadline that leaves out more is none that anybody would set
-TOO_MUCH = 0.25  # share of the data; what leaves out more comes after everything else, and is no advice by itself
-# Of a gain of each kind, the share that counts when remedies are ranked; the rest is what it costs in learning.
+LEAST = 0.02  # share of a round below which a remedy is not worth its costs
+ENOUGH = 0.8  # of the largest saving by a deadline: among those that reach it, the one that excludes the fewest
+MOST_LOST = 0.5  # share of the data; nobody would set a deadline that excludes more
+TOO_MUCH = 0.25  # share of the data; a remedy that excludes more comes last, and is no advice by itself
+# The share of each kind's gain that counts when remedies are ranked; the rest is the cost in learning.
 WORTH = {
     "loading_workers": 1.0,
     "evaluate_every": 1.0,
@@ -39,7 +39,7 @@ WORTH = {
     "steps": 0.5,
     "cohort": 0.5,
 }
-SPARSE = 0.7  # of the same, for updates of which most is not sent
+SPARSE = 0.7  # likewise, for updates most of which is not sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Remedy:
     share: float
     costs: str
     assumes: str
-    change: dict[str, Any] | None  # of an experiment; None: the lab cannot run it
+    change: dict[str, Any] | None  # to an experiment; None: the lab cannot run it
     rounds_factor: float = (
         1.0  # so many times as many rounds bring as many updates, where a round becomes another thing
     )
-    at_most: bool = False  # no more is gained than this, and perhaps less
+    at_most: bool = False  # the gain is at most this, and perhaps less
 
 
 NAMES = {
@@ -76,7 +76,7 @@ NAMES = {
     "over_select": "Ask {} times as many clients as are needed, and take the first",
     "asynchronous": "Aggregate asynchronously, {} updates at a time",
 }
-HELPS = {  # what each is against: a remedy for what a run is bound by says so
+HELPS = {  # the bound that each works against: a remedy for what bounds the run is marked
     "compress": ("upload",),
     "compress_download": ("download",),
     "steps": ("compute", "data loading"),
@@ -94,9 +94,9 @@ HELPS = {  # what each is against: a remedy for what a run is bound by says so
 
 
 def remedies(verdict: RunVerdict, rows: Sequence[WhatIfRow], *, least: float = LEAST) -> list[Remedy]:
-    """Return the remedies that save at least a share `least` of a round, what gains most for its price first.
+    """Return the remedies that save at least a share `least` of a round, best gain for the cost first.
 
-    What leaves out a quarter of the data comes last, and is no remedy where there is no other.
+    A remedy that excludes a quarter of the data comes last, and is only returned together with others.
     """
     selected = [row for row in by_worth(_select_rows(rows)) if row.share >= least]
     applicable = [(_rank(row), _remedy(row, verdict)) for row in selected]
@@ -108,7 +108,7 @@ def remedies(verdict: RunVerdict, rows: Sequence[WhatIfRow], *, least: float = L
 
 
 def by_worth(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
-    """Return the rows of a what-if table, what gains most for its price first; what leaves out much data last."""
+    """Return the rows of a what-if table, best gain for the cost first; rows that exclude much data last."""
     return sorted(rows, key=_rank)
 
 
@@ -161,7 +161,7 @@ def _without(verdict: RunVerdict, after: float) -> Remedy:
 
 
 def _change(sort: str, row: WhatIfRow) -> tuple[dict[str, Any] | None, float]:
-    """Return the change of the experiment, and how many times as many rounds bring as many updates."""
+    """Return the change of the experiment, and the factor by which more rounds bring as many updates."""
     value = row.key[sort]
     half = {"times": value}
     if sort == "compress":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a round's length follows from its clients' times, so that other times give another length.
+"""How a round's length follows from its clients' times, so that the length for other times can be computed.
 
-Where clients work in parallel the round waits for the last; where they take turns, in one process or on a few workers,
-it takes the sum of their times. What the server does after the last of them stays unchanged.
+If clients work in parallel, the round waits for the last; if they take turns, in one process or on a few workers, it
+takes the sum of their times. The server's work after the last of them stays unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedvitals.time_parts import JOURNEY, REST
 
 Seconds = npt.NDArray[np.float64]
 CLASSES = ("download", "data loading", "compute", "upload", "other")  # of a client's work; the columns of `work`
-WAITED = 0.3  # share of clients' Spans in which they wait, from which they share a process
+WAITED = 0.3  # share of clients' Spans spent waiting, from which they share a process
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,15 +30,15 @@ class RoundShape:
 
     nodes: tuple[str, ...]
     work: Seconds  # [clients, CLASSES]
-    fixed: Seconds  # when each began, what it waited in between, and what its edge did after it
-    line: Seconds  # of `fixed`, what each waited until the server had sent the model to others
+    fixed: Seconds  # when each began, its waits in between, and its edge's work after it
+    line: Seconds  # the part of `fixed` in which each waited while the server sent the model to others
     samples: Seconds  # NaN where unknown
-    exchanging: bool  # clients send to and fro after each step, so that messages are as many as steps
-    slots: int | None  # clients that work at a time, where they take turns; None: all of them do
-    overhead: float  # seconds that each turn takes besides
+    exchanging: bool  # clients exchange messages after each step, so there are as many messages as steps
+    slots: int | None  # clients that work at a time, if they take turns; None: all of them do
+    overhead: float  # additional seconds of each turn
     rest: float  # of the round: before the first client and after the last
     seconds: float
-    asynchronous: bool = False  # clients come and go: a round is as long as it takes for some of them to land
+    asynchronous: bool = False  # clients come and go: a round lasts as long as it takes for some of them to finish
 
     def length(
         self, work: Seconds | None = None, keep: npt.NDArray[np.bool_] | None = None, line: float = 1.0
@@ -48,7 +48,7 @@ class RoundShape:
         """
         work = self.work if work is None else work
         each = work.sum(axis=1)
-        if self.asynchronous:  # each lands once in its own time, so all together Σ 1/time in a second
+        if self.asynchronous:  # each finishes once in its own time, so all together Σ 1/time per second
             rates = 1 / np.maximum(each + self.fixed, CLOSE)
             usual = float((1 / np.maximum(self.work.sum(axis=1) + self.fixed, CLOSE)).sum())
             return self.seconds * usual / max(1e-9, float((rates if keep is None else rates[keep]).sum()))
@@ -67,7 +67,7 @@ class RoundShape:
 
     @property
     def ends(self) -> Seconds:
-        """When each client is done, in seconds since the round began; where they take turns, how long each takes."""
+        """When each client is done, in seconds since the round began; if they take turns, how long each takes."""
         ends: Seconds = self.work.sum(axis=1)
         return ends + self.fixed if self.slots is None else ends + self.overhead
 
@@ -113,7 +113,7 @@ def asynchronous_shape(time: RoundTime) -> RoundShape:
 
 
 def turns_seconds(each: Seconds, slots: int) -> float:
-    """Return how long tasks take on so many workers, each given to the first that is free."""
+    """Return how long tasks take on `slots` workers, each given to the first that is free."""
     if slots <= 1 or not len(each):
         return float(each.sum())
     free = [0.0] * min(slots, len(each))
@@ -141,7 +141,7 @@ def _line_seconds(node: NodeTime) -> float:
 def _parallel_slots(time: RoundTime, clients: list[NodeTime], hulls: Seconds) -> int | None:
     """Return how many clients work at a time, or None if all of them do.
 
-    On the virtual clock, and where clients' updates arrive as messages, all have machines of their own.
+    On the virtual clock, or if clients' updates arrive as messages, each has its own machine.
     """
     if time.clock == "virtual" or len(clients) < 2 or any(s.name == JOURNEY for node in clients for s in node.stays):
         return None

@@ -13,9 +13,9 @@ from fedvitals.analysis.round_shape import RoundShape, Seconds
 
 DRAWS = 400  # of a cohort: the mean's standard error is a twentieth of the spread
 CELLS = 2_000_000  # draws times clients, at most: 16 MB
-LANDINGS = 20_000  # of clients, that an asynchronous run is followed for: half a second
-REPEATS = 10  # of a short one
-CLIENTS = 500  # under way at a time that are followed; of more, this many stand for all
+LANDINGS = 20_000  # of clients, simulated for an asynchronous run: half a second
+REPEATS = 10  # of a short simulation
+CLIENTS = 500  # simulated at a time; with more, this many represent all
 
 
 def expected_longest(each: Seconds, count: int) -> float:
@@ -57,7 +57,7 @@ class ClientPool:
         chance = np.random.default_rng([self.seed, needed, asked])
         clients = len(self.nodes)
         draws = max(20, min(DRAWS, CELLS // clients))
-        # As `chance.choice` does it, three times as fast. [draws, clients]
+        # As `chance.choice` does it, but three times as fast. [draws, clients]
         drawn = np.stack([own[chance.integers(len(own), size=draws)] for own in self.times], axis=1)
         drawn = chance.permuted(drawn, axis=1)[:, :asked]
         drawn = drawn + self.sending * np.arange(drawn.shape[1])
@@ -66,7 +66,7 @@ class ClientPool:
 
 
 def buffered_round_seconds(pool: ClientPool, buffer: int, aggregations: int, pause: float) -> float:
-    """Return an asynchronous server's mean seconds between two aggregations, over so many of them from the start.
+    """Return an asynchronous server's mean seconds between two aggregations, over `aggregations` from the start.
 
     As many clients train at a time as a round has. When one finishes, a random one that is neither training nor in the
     buffer starts. `pause` is the server's time for an aggregation.
@@ -99,7 +99,7 @@ def _simulate(
             while order and len(under_way) < places:
                 client = order.pop()
                 if client not in busy and client not in landed:
-                    own = drawn_from[client]  # as `chance.choice` does it, ten times as fast
+                    own = drawn_from[client]  # as `chance.choice` does it, but ten times as fast
                     heapq.heappush(under_way, (clock + own[chance.integers(len(own))], client))
                     busy.add(client)
             if not under_way:

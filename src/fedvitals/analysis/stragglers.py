@@ -15,18 +15,18 @@ from fedvitals.analysis.critical_path import CriticalPath, critical_path, withou
 from fedvitals.analysis.timeline import RoundTime, asynchronous
 from fedvitals.resources.node_spans import UNACCOUNTED
 
-COSTLY = 0.01  # of all rounds' time: who cost less is named only where everybody is
+COSTLY = 0.01  # of all rounds' time: clients that cost less are only named if all are
 
-SLOWER = 1.02  # times the others' median: below it, somebody is the last of equals
+SLOWER = 1.02  # times the others' median: below it, one of several equal clients just happens to be last
 
 
 class ClientRound(NamedTuple):
     """A client's part in one round."""
 
     round: int
-    seconds: float  # until it was done; where clients take turns, how long it took
+    seconds: float  # until it was done; if clients take turns, its own duration
     peers: float  # the others' median
-    part: str  # the class of its work in which it was furthest behind them; of a client alone, «unaccounted»
+    part: str  # the class of its work in which it was furthest behind them; «unaccounted» for a single client
     determined: bool
     saving: float  # seconds by which the round is shorter without it; 0 unless it determined the round
 
@@ -39,7 +39,7 @@ class Straggler:
     rounds: int  # in which it took part
     determined: int
     seconds_lost: float  # over all these
-    part: str  # the most usual one where it determined the round
+    part: str  # the most frequent one in the rounds that it determined
     typical: float  # median of its seconds
     peers: float  # median of the others'
     history: tuple[ClientRound, ...]  # all rounds in which it took part
@@ -50,8 +50,8 @@ def stragglers(
 ) -> list[Straggler]:
     """Return the clients that cost the most seconds first. `paths` are those of the rounds, if already known.
 
-    A first round that was a warm-up is left out. The list is empty where nobody is waited for, as in asynchronous
-    aggregation; and who is as quick as the others is not in it, though one of equals is always the last.
+    A first round that was a warm-up is excluded. The list is empty if nobody is waited for, as in asynchronous
+    aggregation. Clients as fast as the others are not in it, though one of several equal clients is always the last.
     """
     if asynchronous(times):
         return []

@@ -5,8 +5,8 @@ A node's parts add up to the round. Before a client's first Span it is in `queue
 from timestamps; time inside a Span that none of its parts covers is `unaccounted`. If a client's own training is known
 in addition to its journey, the training details the journey's computing.
 
-Spans may come from machines that lie, or whose clocks are wrong: impossible ones are left out and counted, those
-outside of their round are moved or cut, and nothing here raises for what a Span says.
+Spans may come from hostile machines, or from wrong clocks: impossible ones are dropped and counted, those outside of
+their round are moved or cut, and nothing here raises because of a Span's content.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fedvitals.time_parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SER
 WAITING = "waiting"  # the class of all parts in which a node waits
 SPANS = 32  # of one node in one round
 LONGEST = 366 * 86_400.0  # seconds; no Span of a round is longer
-LARGEST = 1e15  # since the epoch; beyond it, floats do not tell a second from the next
+LARGEST = 1e15  # since the epoch; beyond it, floats do not distinguish one second from the next
 
 
 class Interval(NamedTuple):
-    """What a node did from a moment on, and for how long."""
+    """A node's activity from a moment on, and its duration."""
 
     node: str
     group: str | None
     part: str  # as in `parts`, or «unaccounted»
     began: float
     seconds: float
-    folded: bool  # laid out after its neighbours, though in truth they took turns
+    folded: bool  # placed after its neighbours, though in reality they alternated
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class NodeTime:
     began: float  # of the round
     seconds: float  # of the round
     parts: dict[str, float]  # sums to the round
-    reported: dict[str, float]  # as told: asynchronous journeys begin before the round in which they end
+    reported: dict[str, float]  # as reported: asynchronous journeys begin before the round in which they end
     stays: tuple[NodeSpan, ...]
     samples: float | None = None
     steps: float | None = None
     failed: bool = False
-    waited_for: str | None = None  # as told; see `waiting_for`
+    waited_for: str | None = None  # as reported; see `waiting_for`
 
     @property
     def blocks(self) -> list[SpanBlock]:
@@ -84,7 +84,7 @@ class NodeTime:
 
     @property
     def busy(self) -> float:
-        """The seconds in which it did something, known or not."""
+        """The seconds in which it was active, known or not."""
         return sum(seconds for part, seconds in self.parts.items() if part not in REST)
 
 
@@ -97,10 +97,11 @@ class RoundTime:
     began: float
     seconds: float
     nodes: dict[str, NodeTime] = field(repr=False)  # the server first, then edges, then clients
-    idle: float = 0.0  # seconds since the round before
-    complete: bool = True  # False: it has no Span of its own, failed or still open; its length is that of the others
-    left_out: int = 0  # Spans that cannot be true, came twice, or were too many
-    shifted: dict[str, float] = field(default_factory=dict)  # node → seconds by which its wrong clock was put right
+    idle: float = 0.0  # seconds since the previous round
+    # False: it has no Span of its own, because it failed or is still open; its length is that of the other Spans
+    complete: bool = True
+    left_out: int = 0  # Spans that cannot be true, arrived twice, or were too many
+    shifted: dict[str, float] = field(default_factory=dict)  # node → seconds by which its wrong clock was corrected
 
     @property
     def ends(self) -> float:
@@ -152,7 +153,7 @@ def may_report(span: Span) -> bool:
 
 
 def asynchronous(times: Sequence[RoundTime]) -> bool:
-    """Return whether most rounds took in work begun before them: nobody is waited for there."""
+    """Return whether most rounds include work begun before them: nobody is waited for there."""
     return sum(time.overlapping for time in times) > len(times) / 2
 
 
@@ -180,7 +181,7 @@ def timeline(
         span_clock = clock_of(span)
         if clock is None or span_clock == clock:
             gathered.setdefault((span_clock, number), []).append(span)
-    names = functools.cache(natural)  # each name is looked at once
+    names = functools.cache(natural)  # each name is parsed once
     rounds_found: list[RoundTime] = []
     for (span_clock, number), spans_of_round in sorted(gathered.items(), key=lambda entry: entry[0]):
         before = rounds_found[-1] if rounds_found and rounds_found[-1].clock == span_clock else None
@@ -259,7 +260,8 @@ def _extent(spans: list[Span], whole: list[Span]) -> tuple[float, float]:
 def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: dict[str, float]) -> NodeTime:
     names = {span.name for span in spans}
     kind = SERVER if SERVER in names else EDGE if EDGE in names else CLIENT
-    outer = JOURNEY if JOURNEY in names else kind  # how its whole round is seen; its training lies inside of a journey
+    # The name of its Spans for the whole round; its training lies inside of a journey
+    outer = JOURNEY if JOURNEY in names else kind
     stays: list[NodeSpan] = []
     inner: list[Span] = []
     reported: dict[str, float] = {}
@@ -345,7 +347,7 @@ def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[N
 def span_of_work(node: NodeTime) -> tuple[float, float]:
     """Return when the node first and last did something in the round; both are the round's start if it never did.
 
-    The time of unaccounted work is known only where a client trained.
+    The time of unaccounted work is known only if a client trained.
     """
     first, last = math.inf, -math.inf
     for stay in node.stays:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went over the wire, by client, round and layer, and what it took to reach an accuracy.
+"""What was transferred, by client, round and layer, and what it took to reach an accuracy.
 
 «Up» is what a client sent and «down» what it received, whatever the message was; so it also holds in a ring, where
 clients pass models to each other. Traffic between edges and the server is counted separately.
@@ -27,11 +27,11 @@ FAILURES = {
     "update.late": "late",
 }
 """What can become of a client in a round, from the worst on; «answered» if nothing of this."""
-NEVER_CAME = "worker.lost"  # its records did not come home; where nothing else of it did either, it is lost itself
+NEVER_CAME = "worker.lost"  # its records did not arrive; if nothing else from it did, the client itself is lost
 LEVELS = (0.80, 0.90, 0.95)
 EXCHANGING = ("hierarchical", "rings")  # topologies in which a pair exchanges several messages in a round
 
-_NO_NEED = ("download", "upload", "wait", "idle", "away")  # parts that are transfers, or no need of the client's own
+_NO_NEED = ("download", "upload", "wait", "idle", "away")  # parts that are transfers, or not the client's own work
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Flow:
     bytes: int = 0
     raw_bytes: int = 0
     messages: int = 0
-    timed_bytes: int = 0  # of which it is known how long they took
-    seconds: float = 0.0  # that those took
+    timed_bytes: int = 0  # bytes whose transfer time is known
+    seconds: float = 0.0  # duration of these
 
     @property
     def bits_per_second(self) -> float | None:
@@ -50,7 +50,7 @@ class Flow:
 
     @property
     def compression(self) -> float | None:
-        """How many bytes were compressed into one."""
+        """The compression ratio: bytes before compression per byte on the wire."""
         return self.raw_bytes / self.bytes if self.bytes else None
 
     @staticmethod
@@ -63,15 +63,15 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class ClientTraffic:
-    """The traffic of one client, and what became of it in each round."""
+    """The traffic of one client, and its outcome in each round."""
 
     node: str
     up: Flow
     down: Flow
     telemetry_bytes: int
-    retries: int | None  # None: where pairs exchange many messages in a round, a second one tells nothing
+    retries: int | None  # None if pairs exchange many messages in a round, so that a second one shows nothing
     outcomes: Mapping[int, str]  # round → «answered», «late», «lost», «failed», «away»; rounds not asked are absent
-    round_bytes: float = 0.0  # up and down in one round: the median over those in which anything moved
+    round_bytes: float = 0.0  # up and down in one round: the median over those with any transfer
 
     @property
     def asked(self) -> int:
@@ -79,12 +79,12 @@ class ClientTraffic:
 
     @property
     def availability(self) -> float | None:
-        """The share of the rounds in which it was asked and was there."""
+        """The share of the rounds in which it was asked and was available."""
         return 1 - self.count("away") / self.asked if self.asked else None
 
     @property
     def failure_rate(self) -> float | None:
-        """The share of the rounds in which it was there and nothing of use came back in time."""
+        """The share of the rounds in which it was available but returned nothing usable in time."""
         there = self.asked - self.count("away")
         return (there - self.count("answered")) / there if there else None
 
@@ -103,7 +103,7 @@ class RoundTraffic:
     telemetry_bytes: int
     retries: int | None
     troubles: Mapping[str, int]  # «late» → 2
-    bytes: int  # of the training, without telemetry: every message once, also one that a client sent to a client
+    bytes: int  # of the training, without telemetry: every message once, including messages between clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Traffic:
     between: Flow
     telemetry_bytes: int
     retries: int | None
-    clients: tuple[ClientTraffic, ...]  # who moved the most bytes first
+    clients: tuple[ClientTraffic, ...]  # ordered by bytes transferred, the most first
     rounds: tuple[RoundTraffic, ...]
     layers: tuple[LayerTraffic, ...]  # the largest first
 
@@ -138,7 +138,7 @@ class Traffic:
 
     @property
     def telemetry_share(self) -> float | None:
-        """The share of telemetry in everything that went over the wire."""
+        """The share of telemetry in all bytes transferred."""
         whole = self.bytes + self.telemetry_bytes
         return self.telemetry_bytes / whole if whole else None
 
@@ -148,8 +148,8 @@ class AccuracyMilestone:
     """What it took to reach an accuracy, or the best accuracy if it was not reached."""
 
     accuracy: float
-    round: int | None  # in which it was reached first
-    rounds: int | None  # how many that are
+    round: int | None  # the first round that reached it
+    rounds: int | None  # their number until then
     seconds: float | None
     virtual_seconds: float | None
     bytes: int | None
@@ -162,11 +162,11 @@ class BandwidthNeed:
 
     node: str
     target_seconds: float
-    other_seconds: float  # what it needs beside its transfers
+    other_seconds: float  # time besides its transfers
     bytes: float  # up and down, in one round
-    bits_per_second: float | None  # None: no bandwidth is enough, latency and the rest alone take longer
+    bits_per_second: float | None  # None: no bandwidth is enough, since latency and the rest alone take longer
     now_bits_per_second: float | None
-    latency_seconds: float = 0.0  # of its messages in a round, both ways: no bandwidth shortens these
+    latency_seconds: float = 0.0  # of its messages in a round, both ways: bandwidth does not shorten these
 
 
 def traffic_of(
@@ -241,9 +241,9 @@ def outcomes_of(
     moved: Iterable[tuple[str, int]] = (),
     sent: Collection[tuple[str, int]] = (),
 ) -> dict[str, dict[int, str]]:
-    """Return what became of each client in each round in which it was asked; of several failures the worst.
+    """Return each client's outcome in each round in which it was asked; of several failures the worst.
 
-    `moved` are clients and rounds with any message, `sent` those with a message of the client's own.
+    `moved` are clients and rounds with any message, `sent` those with a message from the client.
     """
     outcomes: dict[str, dict[int, str]] = {}
     for node, number in moved:
@@ -397,8 +397,8 @@ def bandwidth_needs(
     """Return the bandwidth that each client needs for rounds of `target_seconds`, the neediest first.
 
     bits/s = 8 · (bytes up + down) / (target − server's own part − client's other needs − latency), each a median over
-    its rounds. `client_parts` are each client's parts, round by round; waiting is not a need, since it is what is
-    saved. `latency` is the seconds per direction of a round that no bandwidth shortens, where known.
+    its rounds. `client_parts` are each client's parts, round by round; waiting is not a need, since it is what can be
+    saved. `latency` is the seconds per direction of a round that bandwidth does not shorten, where known.
     """
     needs = []
     for client in traffic.clients:

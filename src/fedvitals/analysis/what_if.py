@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other settings would have given, computed from the recorded times: a table of rows with their assumptions.
 
-Every row changes one thing and leaves the rest as recorded. The cost in accuracy cannot be computed from times: a
-re-run measures it.
+Every row changes one thing and leaves the rest as recorded. The cost in accuracy cannot be computed from times; it is
+measured by running the experiment again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fedvitals.time_parts import WORK
 QUANTILES = (0.5, 0.75, 0.9, 0.95)  # of all clients' times, for deadlines
 OVER_SELECTION = (1.3, 1.5)  # 1.3 is that of Bonawitz et al. 2019
 COMPRESSION = (("upload", 4), ("upload", 16), ("download", 4))  # int8 gives 4, and a few per cent of the values 16
-WORKERS = 4  # that load data, where one does now
+WORKERS = 4  # data-loading workers, if there is one now
 RARELY = 5  # rounds from one evaluation to the next
-FASTER = 4  # times: an aggregation that is made so by another device, or in another way
-BUFFER = 4  # an asynchronous server takes a quarter of the cohort at a time
-AGGREGATIONS = 20  # of an asynchronous server, at least, that are followed: the first ones are quicker than usual
+FASTER = 4  # times: an aggregation accelerated by another device or method
+BUFFER = 4  # an asynchronous server aggregates a quarter of the cohort at a time
+AGGREGATIONS = 20  # the least number simulated for an asynchronous server: the first ones are faster than usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class WhatIfRow:
     assumes: str
     costs: str
     cut: tuple[str, ...] = ()  # clients that would be left out in most of their rounds
-    lost: float | None = None  # share of the data, or of the clients' work, that would not count
+    lost: float | None = None  # share of the data, or of the clients' work, that would be lost
     lost_of: str = "clients"  # «samples» where their number is known
-    at_most: bool = False  # the gain is what it can be at best: what takes part in it is not known
+    at_most: bool = False  # the gain is an upper bound: what takes part in it is unknown
 
     @property
     def saving(self) -> float:
@@ -164,7 +164,7 @@ def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """
     means: dict[str, float] = {}
     rounds: list[float] = []
-    for count in {len(own) for own in taken.values()}:  # as many at once as have the same number of rounds
+    for count in {len(own) for own in taken.values()}:  # all clients with the same number of rounds at once
         nodes = [node for node, own in taken.items() if len(own) == count]
         table = np.array([taken[node] for node in nodes])
         means.update(zip(nodes, np.mean(table, axis=1).tolist(), strict=True))
@@ -189,7 +189,7 @@ def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:
             times_by_size = seen.setdefault((up, transfer.sender if up else transfer.receiver), {})
             times_by_size.setdefault(transfer.bytes, []).append(transfer.seconds)
     latency_of_node = {}
-    for (_, node), sizes in sorted(seen.items()):  # uploads last, so that they count
+    for (_, node), sizes in sorted(seen.items()):  # uploads last, so that they take precedence
         small, large = min(sizes), max(sizes)
         if large >= 1.5 * small:
             less, more = float(np.median(sizes[small])), float(np.median(sizes[large]))
@@ -198,7 +198,7 @@ def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:
     return latency_of_node
 
 
-_STEPS = ("compute", "data loading", "download", "upload")  # what grows with the number of local steps
+_STEPS = ("compute", "data loading", "download", "upload")  # grows with the number of local steps
 
 
 def _training(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
@@ -293,7 +293,7 @@ def _cohorts(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
 def _fewer(shape: RoundShape, count: int, seed: int) -> float:
     """Return the expected seconds of a round with a random part of its clients."""
     if shape.slots is None:
-        # Fewer clients are also sent to sooner, where the server sends to one after the other.
+        # Fewer clients also receive the model sooner, if the server sends to one after the other.
         return expected_longest(shape.ends - (1 - count / len(shape.nodes)) * shape.line, count) + shape.rest
     each = shape.ends
     if shape.slots == 1:
@@ -310,7 +310,7 @@ def _deadlines(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
     for quantile in QUANTILES:
         limits.setdefault(float(np.quantile(everybody, quantile, method="lower")), quantile)
     for limit, quantile in limits.items():
-        limit += 2 * CLOSE  # noqa: PLW2901 - so that who takes exactly so long is in time
+        limit += 2 * CLOSE  # noqa: PLW2901 - so that a client that takes exactly this long is in time
         if limit >= longest or limit <= 4 * CLOSE:
             continue
         after = [min(float(s.ends.max()), limit) + s.rest for s in seen.shapes]
@@ -329,7 +329,7 @@ def _deadlines(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
 
 
 def _lost(seen: _RecordedRounds, limit: float) -> tuple[tuple[str, ...], float, str]:
-    """Return which clients a deadline would mostly cut off, and how much of the data."""
+    """Return which clients a deadline would cut off in most rounds, and how much of the data."""
     late: dict[str, int] = {}
     there: dict[str, int] = {}
     samples = np.concatenate([shape.samples for shape in seen.shapes])
@@ -345,23 +345,23 @@ def _lost(seen: _RecordedRounds, limit: float) -> tuple[tuple[str, ...], float, 
 
 
 def _over_selections(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
-    """Yield rows for asking more clients than needed and taking the first. Where all are asked, fewer are needed."""
+    """Yield rows for asking more clients than needed and taking the first. If all are asked, fewer are needed."""
     pool = ClientPool(seen.shapes, seen.seed)
     if pool.cohort < 2:
         return
     rest = float(np.mean([shape.rest for shape in seen.shapes]))
-    called = int(np.median([len(time.clients) for time in seen.times]))  # also those who were away
+    called = int(np.median([len(time.clients) for time in seen.times]))  # including those that were away
     spare = len({node.node for time in seen.times for node in time.clients}) > called
     known: set[tuple[int, int]] = set()
     for more in OVER_SELECTION:
         needed = pool.cohort if spare else max(1, round(called / more))
         asked = min(len(pool.nodes), math.ceil(needed * more - 1e-9))
-        if (asked, needed) in known:  # of few clients
+        if (asked, needed) in known:  # with few clients
             continue
         known.add((asked, needed))
         if spare:
             after = [pool.mean_time_of_nth(needed, asked) + rest]
-        else:  # everybody was there: who would have been the last to count is known
+        else:  # all were present: the last client to count is known
             both = zip(seen.times, seen.shapes, strict=True)
             after = [_seconds_until_count(shape, round(needed / called * len(time.clients))) for time, shape in both]
         yield seen.row(
@@ -376,7 +376,7 @@ def _over_selections(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
 
 
 def _seconds_until_count(shape: RoundShape, count: int) -> float:
-    """Return the round's seconds if it ends when so many of its clients are done."""
+    """Return the round's seconds if it ends when `count` of its clients are done."""
     place = min(len(shape.nodes), max(1, count)) - 1
     return float(np.partition(shape.ends, place)[place]) + shape.rest
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedvitals.sinks.alerts.rules import Rule
     from fedvitals.store.read.reader import Reader
 
-ROWS = 50  # of the list, unless --all
+ROWS = 50  # in the list, unless --all
 OUTCOMES = {
     "taken": "taken",
     "later": "not taken (a training would try again)",
@@ -94,7 +94,7 @@ def check(run: str | None, config: str, everything: bool, store: str | None, as_
 
 
 def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
-    """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
+    """Return the alerts of a stored run; only the metrics that a rule uses are read."""
     from fedvitals.records import Finding
     from fedvitals.sinks.alerts.evaluation import ATTENDANCE, ROUND_COMPLETE, replay
     from fedvitals.sinks.alerts.rules import Condition

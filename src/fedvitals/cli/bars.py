@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars, strips and plots for a terminal: every part has a letter and a colour, so that they read without colours, too.
+"""Bars, strips and plots for a terminal: every part has a letter and a colour, so that they can be read without
+colours.
 
-The colours are those of the dashboard on dark paper (fedvitals/palette.py).
+The colours are the dashboard's for dark mode (fedvitals/palette.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ KINDS: Mapping[str, tuple[str, str]] = {  # what a round is bound by
 RUNS = SERIES_DARK
 BLOCKS = "▁▂▃▄▅▆▇█"
 SEVERAL = "+"
-STRETCH = 4  # cells between two rounds, at most
+STRETCH = 4  # the most cells between two rounds
 
 
 def letter_of(part: str) -> str:
@@ -47,7 +48,7 @@ def letter_of(part: str) -> str:
 
 
 def style_of(part: str) -> str:
-    """Dark letters on the part's colour; parts in which nothing is done have none."""
+    """Return dark letters on the part's colour; parts in which no work is done have no colour."""
     colour = PARTS.get(part, ("?", ""))[1]
     return f"black on {colour}" if colour else "dim"
 
@@ -61,7 +62,7 @@ def stacked(parts: Mapping[str, float], width: int) -> Text:
 
 
 def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Return whole cells for each part, `width` in all; what rounding loses goes to the largest remainders."""
+    """Return whole cells for each part, `width` in all; cells lost in rounding go to the largest remainders."""
     total = math.fsum(parts.values())
     if not total > 0 or width < 1:
         return {}
@@ -100,7 +101,7 @@ def percent(share: float) -> str:
 def along(intervals: Sequence[tuple[str, float, float]], began: float, seconds: float, width: int) -> Text:
     """Draw (part, began, seconds) intervals on a time axis of `width` cells; each cell shows its longest part.
 
-    Work is shown before rest, unless that took most of the cell: short work is what a reader looks for.
+    Work takes precedence over rest, unless rest took most of the cell: short work is what a reader looks for.
     """
     cells: list[dict[str, float]] = [{} for _ in range(width)]
     for part, at, lasted in intervals:
@@ -123,9 +124,9 @@ def _in_cell(cell: Mapping[str, float]) -> str:
 
 
 def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[Text, Text]:
-    """Return the rounds from left to right: their lengths as blocks, and below, in letters, what bound them.
+    """Return the rounds from left to right: their lengths as blocks, and below, as letters, what bound them.
 
-    More rounds than cells share them: a cell has its longest round, and what bounded most of its rounds.
+    If there are more rounds than cells, a cell shows its longest round, and what bound most of its rounds.
     """
     count = min(width, len(seconds))
     edges = [i * len(seconds) // count for i in range(count + 1)] if count else []
@@ -141,9 +142,9 @@ def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[T
 
 
 def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
-    """Plot series over the rounds on one log axis, with a level for 0 and one for what is not finite.
+    """Plot series over the rounds on one log axis, with a level for 0 and one for values that are not finite.
 
-    One letter a run; where several fall together, `SEVERAL`.
+    One letter per run; where several coincide, `SEVERAL`.
     """
     rounds = sorted({number for series in courses for number in series})
     values = [value for series in courses for value in series.values()]
@@ -153,7 +154,7 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
     low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (0, 1)
     high = max(high, low + 1)
     height = min(height, max(4, 3 * (high - low)))
-    # Few rounds are drawn apart, many share cells.
+    # A few rounds are drawn apart, many share cells.
     count = min(width, (len(rounds) - 1) * STRETCH + 1) if len(rounds) > 1 else 1
     place = {number: i * (count - 1) // max(1, len(rounds) - 1) for i, number in enumerate(rounds)}
     levels = ["∞"] * any(not math.isfinite(value) for value in values) + [*range(height - 1, -1, -1)]
@@ -181,7 +182,7 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
 
 
 def _labels(low: int, high: int, height: int) -> dict[object, str]:
-    """Powers of ten at the levels nearest to them; where they crowd, every other one."""
+    """Return powers of ten at the levels nearest to them; every other one if they are too close."""
     every = max(1, math.ceil((high - low) / max(1, (height - 1) // 2)))
     powers = range(low, high + 1, every)
     return {round((power - low) / (high - low) * (height - 1)): _power(power) for power in powers}

@@ -70,7 +70,7 @@ def command(
 
 
 def _suspects(store: str | None, run: str | None, good: int, bad: int) -> tuple[str, list[str]]:
-    """The run that is meant, and whom its findings of these rounds name."""
+    """Return the selected run, and the clients that its findings of these rounds name."""
     from fedvitals.records import Finding
     from fedvitals.store.read import queries
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedvitals.records import Action, Event
 
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
-TRACEBACK = 12  # last lines of one
+TRACEBACK = 12  # number of last lines
 WIDEST = 300  # characters of a line of it
 KEY = ("issue", "node", "group", "layer")
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -66,7 +66,7 @@ def print_card(
     failure: Event | None = None,
     labels: Mapping[str, str] = NO_LABELS,
 ) -> None:
-    """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
+    """Print everything about one case: what, where, since when, how sure, evidence, causes, remedies, refutation."""
     from fedvitals.views.cases import more_of, text_of
     from fedvitals.views.cause_levels import levels_in_words
     from fedvitals.views.labels import named, place_of
@@ -110,7 +110,7 @@ def print_card(
 
 
 def _print_failure(console: Any, failure: Event) -> None:
-    """The error in its own words and the last lines of its traceback, as far as privacy let them leave."""
+    """Print the error's own message and the last lines of its traceback, as far as privacy let them leave."""
     from fedvitals.views.cases import traceback_of
 
     first, *rest = failure.message.splitlines() or [""]
@@ -170,7 +170,7 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
 
 
 def examined_as_json(examined: Examined | None) -> dict[str, Any] | None:
-    """Return what was looked at, and what of it was not judged; None if that is not known."""
+    """Return what was examined, and which parts were not judged; None if that is not known."""
     from fedvitals.diagnosis.abstentions import NOT_JUDGED
 
     if examined is None:

@@ -46,7 +46,7 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
 
 
 def _print(comparison: Comparison, *, everything: bool) -> None:
-    """What they have learnt, where and by whom they diverge, what was found, time and memory; then all numbers."""
+    """Print learning, where and in whom the runs diverge, findings, time and memory; then all numbers."""
     console = new_console()
     most = None if everything else ROWS
     _head(console, comparison)
@@ -78,7 +78,7 @@ def _letter(letter: str) -> str:
 
 
 def _opening(console: Any, comparison: Comparison, topics: Container[str]) -> None:
-    """The numbers that matter most, of each side: «Accuracy  90 % → 70 %  −20 pp»."""
+    """Print the most important numbers of each side: «Accuracy  90 % → 70 %  −20 pp»."""
     for row in comparison.opening:
         if row.topic in topics:
             values = " → ".join("not measured" if v is None else compared(v, row.unit) for v in row.values)
@@ -108,7 +108,7 @@ def _table(comparison: Comparison) -> Any:
 
 
 def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -> str:
-    """In percent, points of a share or by itself; green if for the better and red if for the worse."""
+    """Return a change in percent, percentage points or its own unit; green if better and red if worse."""
     if change is None:
         return "" if plain else "–"
     size = _size(change, row)
@@ -136,8 +136,8 @@ def _size(change: Change, row: ComparisonRow) -> str:
 
 
 def _reach(change: Change, row: ComparisonRow) -> str:
-    """Half of the interval's width, in the unit of the change itself."""
-    assert change.low is not None  # noqa: S101 - asked by the caller
+    """Return half of the interval's width, in the unit of the change itself."""
+    assert change.low is not None  # noqa: S101 - checked by the caller
     reach = change.difference - change.low
     if row.unit == "share":
         reach *= 100
@@ -178,7 +178,7 @@ def _troubles(console: Any, comparison: Comparison, most: int | None) -> None:
 
 
 def _places(comparison: Comparison, troubles: list[Trouble], *, everything: bool) -> str:
-    """Where, and in which runs if not in all."""
+    """Return the places of a trouble, and in which runs if not in all."""
     by_sides: dict[str, list[str]] = {}
     for trouble in troubles:
         which = "".join(side.letter for side, n in zip(comparison.sides, trouble.runs, strict=True) if n)
@@ -207,7 +207,7 @@ def _plot(console: Any, comparison: Comparison) -> None:
 
 
 def _divergences(console: Any, comparison: Comparison) -> None:
-    """In which round each side begins to differ from the first, and whose updates do."""
+    """Print in which round each side begins to differ from the first, and whose updates do."""
     from fedvitals.views.comparison.page import in_words
 
     for sentence in in_words(comparison)[2]:

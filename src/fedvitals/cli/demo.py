@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedvitals.diagnosis.live_detectors import FindingList
 
 SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
-ROWS = 8  # findings that it closes with
+ROWS = 8  # findings shown at the end
 
 
 @click.command()
@@ -63,7 +63,7 @@ def command(
     usual = (10, 8) if quick else (20, 20)
     chosen = [default if wanted is None else wanted for wanted, default in zip((clients, rounds), usual, strict=True)]
     settings = DemoSettings(clients=chosen[0], rounds=chosen[1], seed=seed)
-    datasets.load("digits")  # a missing extra is told before anything is made
+    datasets.load("digits")  # reports a missing extra before anything is created
     torch.set_num_threads(1)
     memory = MemoryStore()
     began = time.perf_counter()
@@ -96,7 +96,7 @@ def command(
 
 
 def _accused(standing: Sequence[Outlier], findings: FindingList) -> list[Outlier]:
-    """Return those who stand out and have a finding: somebody always stands out most, and need not be ill."""
+    """Return the outliers that have a finding: some client always differs most, and need not be faulty."""
     named = {case.node for case in findings.cases}
     return [client for client in standing if client.name in named]
 
@@ -110,7 +110,7 @@ def _closing(
 
     console = new_console()
     option = f" --store {shown(shlex.quote(store))}" if store else ""
-    # What a person can type here: scripts/demo runs us from an environment that is not on their path.
+    # What a user can type here: scripts/demo runs this from an environment that is not on the path.
     program = "fedvitals" if shutil.which("fedvitals") else shlex.quote(os.path.relpath(sys.argv[0]))
     console.print(
         f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {percent(accuracy)}[/bold], "
@@ -148,7 +148,7 @@ def _closing(
 
 
 class _Lines:
-    """A line a round, for logs and pipes."""
+    """Prints a line per round, for logs and pipes."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -164,7 +164,7 @@ class _Lines:
 
 
 class _Live:
-    """A view that moves: progress, a sparkline per vital sign, the clients that stand out."""
+    """A live view: progress, a sparkline per vital sign, the clients that stand out."""
 
     def __init__(self, rounds: int) -> None:
         from rich.live import Live

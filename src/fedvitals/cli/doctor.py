@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals doctor`: is this store sound, is this installation whole, and what can be mended."""
+"""`fedvitals doctor`: is this store undamaged, is this installation complete, and what can be repaired."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedvitals.errors import FedvitalsError, StoreError
 if TYPE_CHECKING:
     from fedvitals.store.upkeep.doctor import Sign
 
-# What each extra is recognised by.
+# The package by which each extra is recognised.
 EXTRAS = {
     "torch": "torch",
     "kernel": "llvmlite",
@@ -122,7 +122,7 @@ def _tapes(where: Path | str) -> list[Sign]:
     try:
         with open_reader(where) as reader:
             lost = lost_tapes(where, (run.id for run in queries.list_runs(reader)))
-    except FedvitalsError:  # which is told above
+    except FedvitalsError:  # reported above
         return signs
     if lost:
         named = ", ".join([*lost][:3]) + (", ..." if len(lost) > 3 else "")
@@ -137,7 +137,7 @@ def _tape_damage(where: Path | str) -> list[Sign]:
 
     try:
         from fedvitals.replay.tape.inspection import problems_of
-    except ImportError:  # the extra «replay», without which no tape can be read here
+    except ImportError:  # without the extra «replay» no tape can be read here
         return []
     signs = []
     for run in tapes(where):
@@ -152,7 +152,7 @@ def _tape_damage(where: Path | str) -> list[Sign]:
 
 
 def environment() -> list[Sign]:
-    """What fedvitals runs on here."""
+    """Return the signs of the environment that fedvitals runs in."""
     from fedvitals.store.upkeep.doctor import Sign
 
     signs = [Sign("fedvitals", "fine", f"{__version__}, Python {platform.python_version()}, numpy {_version('numpy')}")]

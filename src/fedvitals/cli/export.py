@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals export RUN --to ...`: a stored run for the tools that people already have."""
+"""`fedvitals export RUN --to ...`: a stored run for the tools that users already have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
 FORMS = ("perfetto", "parquet", "arrow", "csv", "tensorboard", "mlflow", "wandb", "otel")
-BATCH = 2000  # records at a time, as a live sink gets them
+BATCH = 2000  # records at a time, as a live sink receives them
 TELL_SECONDS = 2.0
 
 
@@ -84,14 +84,14 @@ Export = dict[str, Any]
 
 
 def _label(run: Run) -> str:
-    """A name for a file, from the run's own, which may be anything."""
+    """Return a file name for a run, from its own name, which may contain anything."""
     name = re.sub(r"[^\w.-]+", "_", run.name).strip("._")[:60]
     identity = re.sub(r"[^\w.-]+", "_", run.id)[:60]
     return f"{name}-{identity}" if name else identity
 
 
 def _counted(things: Iterable[T], what: str, count: list[int]) -> Iterator[T]:
-    """The same things; says how far it is when that takes long, and leaves their number in `tally`."""
+    """Yield the same things; reports progress if it takes long, and leaves their number in `count`."""
     last = time.monotonic()
     for thing in things:
         count[0] += 1
@@ -145,7 +145,7 @@ def _tables(form: str) -> Callable[..., Export]:
 
 
 def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> Export:
-    """Feed the run to a sink as a training would have; how many records those were."""
+    """Feed the run to a sink as a training would have. Returns the number of records."""
     from fedvitals.store.read.paging import records_in_order
 
     count, batch, written = [0], [], 0
@@ -172,7 +172,7 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> Export:
 
 
 def _store_of(reader: Reader) -> str:
-    """The store as it may be told to others: its full path, or its address without a password."""
+    """Return the store as it may be shown to others: its full path, or its address without a password."""
     shown = reader.database.target
     return shown if "://" in shown else str(Path(shown).absolute())
 
@@ -191,7 +191,7 @@ def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endp
 
     if out is not None and endpoint is not None:
         raise ConfigError("--to mlflow writes to a database file (--out) or to an address (--endpoint), not to both.")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # this process is ours, and sends nothing unasked
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # this process is ours, and sends nothing unless asked
     sink = MLflow(f"sqlite:///{out.absolute()}" if out is not None else endpoint, store=_store_of(reader))
     fed = _fed(reader, run, round_, sink)
     where = sink.uri if sink.uri.startswith(("http:", "https:")) else f"--backend-store-uri {sink.uri}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedvitals.store.read.reader import Reader
 
 ROWS = 20  # of the list, unless --all
-MOST_ROUNDS = 500  # that are read again for the verdicts
+MOST_ROUNDS = 500  # read again for the verdicts
 WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
 
 
@@ -89,7 +89,7 @@ def command(
 
 
 def _judged(installed: int, missing: Sequence[str], examined: Examined | None, run: str) -> str:
-    """The sentence for a run without findings: it is an all-clear only if every detector has seen everything."""
+    """Return the sentence for a run without findings: an all-clear only if every detector has seen everything."""
     from fedvitals.diagnosis.gaps import statement
 
     if not installed:
@@ -99,9 +99,9 @@ def _judged(installed: int, missing: Sequence[str], examined: Examined | None, r
 
 
 def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[Case]) -> dict[str, str]:
-    """What is to be thought of each client; nothing of a run so long that reading it all would keep people waiting.
+    """Return the verdict on each client; none for a run so long that reading it all would keep users waiting.
 
-    Who has a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
+    A client with a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
     """
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.evidence.faulty_clients import verdicts
@@ -111,10 +111,10 @@ def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[C
     rounds = [r for r in history.rounds() if number is None or r <= number]
     try:
         verdict_of = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
-    except Exception as error:  # noqa: BLE001 - a failure of the evidence hides no findings
+    except Exception as error:  # noqa: BLE001 - a failure of the evidence must not hide findings
         click.echo(f"The verdicts on single clients could not be computed: {type(error).__name__}: {error}", err=True)
         verdict_of = {}
-    if gaps_of(reader, run):  # what is missing may be what would have spoken against them
+    if gaps_of(reader, run):  # the missing data may have spoken against them
         verdict_of = {
             node: "not yet decidable" if verdict == "healthy" else verdict for node, verdict in verdict_of.items()
         }

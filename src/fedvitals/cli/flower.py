@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals flower`: watch Flower apps with no line in them, through the environment of their processes."""
+"""`fedvitals flower`: monitor unmodified Flower apps, through the environment variables of their processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedvitals.cli.run_summary import print_summary
 from fedvitals.errors import MissingExtraError
 
 F = TypeVar("F", bound=Callable[..., Any])
-# All that is not ours goes on to Flower's program as it stands; -h is not ours, else `-cbatch=4` would ask for help.
+# All other arguments are passed on to Flower's program unchanged, including -h: else `-cbatch=4` would ask for help.
 PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 ELSEWHERE = (
     "The app was sent to the SuperLink at {address}, and runs in processes that it and its SuperNodes start: fedvitals "
@@ -145,7 +145,7 @@ def env(as_file: bool, **settings: Any) -> None:
 
 
 def _programs() -> Path:
-    """The folder of Flower's programs: those of the Python that fedvitals is installed in, else apps would lack it."""
+    """Return the folder of Flower's programs: those of fedvitals' own Python, else apps would lack fedvitals."""
     place = Path(sys.executable).parent
     if not (place / "flwr").exists() and not (place / "flwr.exe").exists():
         raise MissingExtraError("flwr", "flower", f"`fedvitals flower` (beside {sys.executable})")
@@ -165,7 +165,7 @@ def _environment(place: Path, settings: dict[str, Any]) -> dict[str, str]:
 def _become(program: str, arguments: tuple[str, ...], settings: dict[str, Any]) -> NoReturn:
     place = _programs()
     environment = _environment(place, settings)
-    if os.name == "posix":  # one process less: signals, and whoever waits for it, meet Flower's own
+    if os.name == "posix":  # one process less: signals and waiting parents reach Flower's own
         os.execve(place / program, [program, *arguments], environment)  # noqa: S606
     sys.exit(subprocess.call([place / program, *arguments], env=environment))  # noqa: S603
 
@@ -175,7 +175,7 @@ def _run(place: Path, arguments: tuple[str, ...], environment: dict[str, str]) -
 
 
 def _name_of(arguments: tuple[str, ...]) -> str:
-    """The app's own name, where its folder is at hand."""
+    """Return the app's own name, if its folder is available."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         folder = Path(arguments[0] if arguments and not arguments[0].startswith("-") else ".")
         return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
@@ -183,13 +183,15 @@ def _name_of(arguments: tuple[str, ...]) -> str:
 
 
 def _closing(store: str, began: float, address: str | None) -> None:
-    """Where the run is, what was found in it, and what to look at next."""
+    """Print where the run is, what was found in it, and what to look at next."""
     print_summary(store, began, "flower", NOTHING if address is None else ELSEWHERE.format(address=address))
 
 
-PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"  # where `flwr` looks for a local SuperLink, before it starts one
+# The variable in which `flwr` looks for a local SuperLink, before it starts one
+PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"
 LOCAL = (":local:", ":local-in-memory:")
-VALUED = ("--federation", "--run-config", "-c", "--federation-config", "--format")  # options of `flwr run` with a value
+# Options of `flwr run` that take a value
+VALUED = ("--federation", "--run-config", "-c", "--federation-config", "--format")
 
 
 def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
@@ -197,7 +199,7 @@ def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     home = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr")
     try:
         connections = tomllib.loads((home / "config.toml").read_text(encoding="utf-8")).get("superlink", {})
-    except (OSError, ValueError):  # none yet, or one that flwr itself will complain of
+    except (OSError, ValueError):  # none yet, or one that flwr itself will complain about
         return None
     plain = _positional(arguments)
     named = plain[1] if len(plain) > 1 else connections.get("default")
@@ -224,7 +226,7 @@ def knows_local() -> bool:
 
 
 def someone_listens(environment: Mapping[str, str]) -> bool:
-    """Whether a local SuperLink of Flower's own runs already."""
+    """Whether one of Flower's own local SuperLinks is already running."""
     with (
         contextlib.suppress(OSError, ValueError),
         socket.create_connection(("127.0.0.1", int(environment.get(PORT) or 39091)), 0.5),

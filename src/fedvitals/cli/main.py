@@ -53,7 +53,7 @@ class Verbs(click.Group):
         return [*VERBS, *plugin_verbs()]
 
     def get_command(self, _context: click.Context, name: str) -> click.Command | None:
-        """Return a verb; None where no verb has this name, or where that of a plug-in cannot be loaded."""
+        """Return a verb; None if no verb has this name, or if a plug-in's verb cannot be loaded."""
         if name in VERBS:
             command: click.Command = importlib.import_module(VERBS[name]).command
             return command
@@ -82,7 +82,7 @@ class Verbs(click.Group):
 
 @functools.cache
 def installed_plugins() -> list[EntryPoint]:
-    """Return what other distributions offer as verbs. None is imported."""
+    """Return the verbs that other distributions offer. None is imported."""
     from fedvitals import plugins
 
     return plugins.installed(plugins.VERBS)
@@ -149,7 +149,7 @@ def app() -> None:
 
 
 def _harmless(text: str) -> str:
-    """An error for a terminal: names in it come from stores, and no control character of theirs moves the cursor."""
+    """Return an error for a terminal: its names come from stores, and no control character may move the cursor."""
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
@@ -182,7 +182,8 @@ def main(arguments: list[str] | None = None) -> Any:
         click.echo("Interrupted.", err=True)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output (head, less) has left: not an error. Nothing more may be written, not even at exit.
+        # The reader of our output (head, less) has closed it: not an error. Nothing more may be written, not even at
+        # exit.
         sys.stderr.close()
         sys.exit(0)
     except Exception as error:

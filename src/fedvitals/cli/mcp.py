@@ -27,7 +27,7 @@ def command(http: bool, port: int, store: str | None) -> None:
     from fedvitals.cli.main import VERBS, app
     from fedvitals.store import open_reader
 
-    open_reader(store).close()  # what is wrong with the store is told here, where somebody reads it
+    open_reader(store).close()  # errors of the store are reported here, where the user sees them
     context = click.Context(app)
     verbs = [(name, app.get_command(context, name)) for name in VERBS]
     entries = [Entry("verb", f"fedvitals {name}", " ".join((verb.help or "").split())) for name, verb in verbs if verb]

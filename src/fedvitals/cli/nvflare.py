@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals nvflare`: watch NVFlare jobs with no line in their scripts."""
+"""`fedvitals nvflare`: monitor NVFlare jobs without changing their scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedvitals.cli.run_summary import print_summary
 from fedvitals.errors import ConfigError, MissingExtraError
 
 F = TypeVar("F", bound=Callable[..., Any])
-# All that is not ours goes on to the script or to NVFlare's simulator as it stands.
+# All other arguments are passed on to the script or to NVFlare's simulator unchanged.
 PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 NOTHING = (
     "fedvitals has no record of this run in {store}. What the log says above may tell why: the job ended before it "

@@ -48,9 +48,9 @@ def run_options(function: F) -> F:
 
 @contextlib.contextmanager
 def opened_run(store: str | None, run: str | None) -> Iterator[tuple[Reader, str]]:
-    """Yield the store, open for the block, and the id of the run that is meant: an id, its beginning, or a name.
+    """Yield the store, open for the block, and the id of the selected run: given by id, its beginning, or name.
 
-    None is the newest run, which is stated on standard error; ConfigError where the store has no run.
+    None is the newest run, which is stated on standard error; ConfigError if the store has no run.
     """
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
@@ -60,7 +60,7 @@ def opened_run(store: str | None, run: str | None) -> Iterator[tuple[Reader, str
 
 
 def newest_run_stated(reader: Reader) -> str:
-    """Return the id of the newest run, and state on standard error which it is; ConfigError where there is none."""
+    """Return the id of the newest run, and state it on standard error; ConfigError if there is none."""
     from fedvitals.errors import ConfigError
     from fedvitals.store.read.runs import newest_run, run_name
 

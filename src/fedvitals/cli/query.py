@@ -34,7 +34,7 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
         table.add_column(shown(column))
     for row in answer.rows:
         table.add_row(*(_cell(value) for value in row))
-    # A pipe has no width: what is cut there is lost to whoever reads it.
+    # A pipe has no width: text cut there would be lost to the reader.
     new_console(width=None if sys.stdout.isatty() else WIDE).print(table)
     if answer.more:
         click.echo(f"Only the first {limit} rows are shown; --limit asks for more.", err=True)

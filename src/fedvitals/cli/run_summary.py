@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def print_summary(store: str, began: float, host: str, otherwise: str) -> None:
     """Print where the newest run of a host is, what was found in it, and what to look at next.
 
-    `began`: when the command was called; earlier runs do not count. `otherwise`: the sentence where there is no such
-    run, with `{store}` in it for the store's name.
+    `began`: when the command was called; earlier runs do not count. `otherwise`: the sentence to print if there is no
+    such run, with `{store}` for the store's name.
     """
     from fedvitals.diagnosis.gaps import statement
     from fedvitals.store import open_reader, store_target
@@ -39,7 +39,7 @@ def print_summary(store: str, began: float, host: str, otherwise: str) -> None:
             cases, labels = ([], {}) if done is None else (cases_of(reader, done.id), labels_of(reader, done.id))
             examination = None if done is None else examination_of(reader, done.id)
             detectors = 0 if done is None else detectors_of(queries.get_run(reader, done.id))
-    except FedvitalsError:  # there is no such store yet
+    except FedvitalsError:  # no such store yet
         done = None
     if done is None or examination is None:
         console.print(otherwise.replace("{store}", store_shown), soft_wrap=True)
@@ -64,7 +64,7 @@ def print_summary(store: str, began: float, host: str, otherwise: str) -> None:
 
 
 def _newest(reader: Any, began: float, host: str) -> RunSummary | None:
-    """The run of a host that began last, unless it did so before us."""
+    """Return the run of a host that began last, unless it began before this command."""
     from fedvitals.store.read import queries
 
     runs = queries.list_runs(reader)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from fedvitals.store.read.queries import RunSummary
     from fedvitals.store.upkeep.retention import Cleared
 
-NAME = 16  # characters of a name, for which ids are cut first
+NAME = 16  # characters of a name; ids are cut first to make room
 SHORTEST = 5  # characters of a name, however narrow the terminal is
-TIME = 15  # characters with which the id of a run tells when it began
+TIME = 15  # characters with which a run's id encodes when it began
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -63,7 +63,7 @@ def _list(store: str | None, as_json: bool) -> None:
     if not runs:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
-    # A pipe has no width: what is cut there is lost to whoever reads it.
+    # A pipe has no width: text cut there would be lost to the reader.
     console = new_console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
     _print_table(console, runs, states, missing, findings)
     unjudged = [run for run in runs if missing[run.id]]

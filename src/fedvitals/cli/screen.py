@@ -24,11 +24,11 @@ __all__ = [
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDE = 10_000  # columns of a pipe
-APART = (0, 2, 0, 0)  # padding of a table whose columns stand further apart
+APART = (0, 2, 0, 0)  # padding for tables whose columns are further apart
 
 
 def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that highlights nothing by itself."""
+    """Return a console without automatic highlighting."""
     from rich.console import Console
 
     return Console(highlight=False, stderr=stderr, width=width)
@@ -43,7 +43,7 @@ def new_progress(*texts: str, transient: bool = False) -> Progress:
 
 
 def new_table(*titles: str, no_wrap: bool = False, **how: Any) -> Table:
-    """Return a table without lines, with these columns; a title that begins with «>» is of a column of numbers."""
+    """Return a table without lines, with these columns; a title that begins with «>» is for a column of numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, **how)
@@ -54,7 +54,7 @@ def new_table(*titles: str, no_wrap: bool = False, **how: Any) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int = 24, unit: str = "") -> str:
-    """Return values as small blocks, with a gap for what is missing. Long series keep each bucket's last value."""
+    """Return values as small blocks, with a gap for missing ones. Long series keep each bucket's last value."""
     if len(values) > width:
         values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
     finite = [v for v in values if math.isfinite(v)]
@@ -66,14 +66,14 @@ def sparkline(values: Sequence[float], width: int = 24, unit: str = "") -> str:
 
 
 def shown_node(node: str) -> str:
-    """Return a node's name that is safe on a terminal, a long number by its last digits; for tables and lists."""
+    """Return a node's name, safe for a terminal, a long number by its last digits; for tables and lists."""
     from fedvitals.views.short_ids import short
 
     return shown(short(node))
 
 
 def shown(text: str) -> str:
-    """Return text from a record that is safe on a terminal: no control characters, no markup."""
+    """Return text from a record, safe for a terminal: no control characters, no markup."""
     from rich.markup import escape
 
     return escape("".join(c if c.isprintable() else "?" for c in text))

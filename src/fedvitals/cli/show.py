@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from fedvitals.views.card import Card
     from fedvitals.views.verdict import Verdict
 
-ROWS = 8  # of clients and layers, unless --all
+ROWS = 8  # for clients and layers, unless --all
 LONGEST = 30  # characters of a client's name in the table
-GIVES = 6  # characters that the column «stands out by» can do without, its words below each other
+GIVES = 6  # characters that the column «stands out by» can give up by wrapping its words
 COLUMNS = {
     "update.norm": "update",
     "update.cosine_mean": "cosine",
@@ -113,7 +113,7 @@ def _head(console: Any, card: Card, verdict: Verdict, state: str, store: str | N
 
 
 def _health(console: Any, card: Card, verdict: Verdict, store: str | None) -> None:
-    """What the detectors said, each trouble once, worst first; or plainly that none looked."""
+    """Print what the detectors found, each trouble once, worst first; or plainly that none examined the run."""
     from fedvitals.diagnosis.gaps import statement
 
     where = f" --store {shown(shlex.quote(store))}" if store else ""
@@ -153,7 +153,7 @@ def _signs(card: Card) -> Any:
 
 
 def _clients(console: Any, card: Card, rows: int | None) -> Any:
-    """The table of clients: who and how far is never cut; where there is no room, the last columns are left out."""
+    """Return the table of clients: names and scores are never cut; without room, the last columns are dropped."""
     present = [m for m in COLUMNS if any(m in signs for signs in card.newest.values())]
     table, anywhere = _client_table(card, rows, present), console.options.update(width=10 * console.width)
     while present and console.measure(table, options=anywhere).maximum > console.width + GIVES:

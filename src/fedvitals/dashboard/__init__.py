@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the dashboard: an ASGI app over `views`, and a front end of plain ES modules in static/, without torch."""
+"""Serves the dashboard: an ASGI app over `views`, and a front end of plain ES modules in static/; needs no torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers requests in one form: an ETag before any work, JSON for data, one shape for errors."""
+"""Answers requests in a common form: an ETag before any work, JSON for data, one format for errors."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The one shape of all errors."""
+    """The common format of all errors."""
 
     error: Trouble
 
 
-STATUSES = (400, 401, 403, 404, 413, 422, 429, 503)  # with which any request may fail
+STATUSES = (400, 401, 403, 404, 413, 422, 429, 503)  # statuses with which any request may fail
 
 
 def answer(
@@ -55,13 +55,13 @@ def answer(
     about: Callable[[Reader], Sequence[str]] | None = None,
     **settings: Any,
 ) -> Response:
-    """What `work` gives as JSON; 304 where nothing has changed.
+    """Return what `work` returns as JSON, or 304 if nothing has changed.
 
     It is called with the reader, the run's id (unless it is about the whole store), the arguments and the settings. A
-    ConfigError means that what was asked for is not there: see `failed`.
-    `also`: what else than the store changes the answer, such as the hour; of a run, `also(run id)`.
-    `about(reader)`: of the whole store, the runs that matter; without it, a change of any run does.
-    What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
+    ConfigError means that something requested does not exist: see `failed`. `also`: what changes the answer besides the
+    store, such as the hour; for a run, `also(run id)`. `about(reader)`: for the whole store, the runs that matter;
+    without it, a change of any run does. Slow answers are cached until the run changes: a second tab, or a returning
+    user, does not wait again.
     """
     cache: ReaderCache = request.app.state.reader_cache
     cache.look()
@@ -100,7 +100,7 @@ def _refuse(value: Any) -> Any:
 
 
 def changed(state: Any) -> Response:
-    """Return the answer to a change: the new state, which nobody keeps."""
+    """Return the answer to a change: the new state, which must not be cached."""
     return Response(encode(state), media_type=JSON, headers={"Cache-Control": "no-store"})
 
 
@@ -117,7 +117,7 @@ def failed(request: Request, error: Exception) -> Response:
     if isinstance(error, StoreError):
         return failure(503, str(error))
     if isinstance(error, FedvitalsError):
-        # Who reads has named something that is not there; who writes has said something that cannot be.
+        # A reader has named something that does not exist; a writer has sent something invalid.
         return failure(404 if request.method in ("GET", "HEAD") else 422, str(error))
     damage = damage_in(request.app.state.reader_cache.target)
     if damage is not None:

@@ -23,7 +23,7 @@ from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.views.memo import Remembered
 from fedvitals.views.run_figures import Figures
 
-COMPARED = 80  # runs whose figures are remembered
+COMPARED = 80  # runs whose figures are cached
 DESCRIPTION = "The vital signs of federated learning. Read-only but for tags, acknowledgements and deletions."
 PACKAGE = "fedvitals.dashboard.routes"
 ROUTES = (
@@ -42,12 +42,12 @@ def create_app(
     root: str = "",
     limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> App:
-    """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
+    """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine.
 
-    `proxy_hosts`: names that a reverse proxy shows it by. `root`: the path that it has there, e.g. "/fedvitals";
-    requests may come with or without it.
+    `proxy_hosts`: host names under which a reverse proxy serves it. `root`: its path there, e.g. "/fedvitals"; requests
+    may come with or without it.
 
-    Only who has the `token` can change anything; without one, nobody can. `private`: nor can others read anything.
+    Only requests with the `token` can change anything; without a token, none can. `private`: reading needs it too.
     """
     cache = ReaderCache(store)
     live = Live(cache, limits)
@@ -64,7 +64,7 @@ def create_app(
 
     api = [route for name in ROUTES for route in importlib.import_module(f"{PACKAGE}.{name}").router.routes]
     return App(
-        # Files come before all others: these are asked for most.
+        # Files come first, as they are requested most.
         [*files.routes(root), *api, Route("/api/openapi.json", openapi), *files.routes(root, last=True)],
         guard=functools.partial(
             Guard,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the dashboard needs of a web framework: requests, responses, and routes whose signatures say what can be asked.
+"""The parts of a web framework that the dashboard needs: requests, responses, and routes defined by their signatures.
 
 A route is a function of a request and its parameters. Those named in its path come from there, all others from the
-query; types and limits (`msgspec.Meta`) are checked before it is called, and published as OpenAPI. In `Meta.extra`:
-`name` is what a parameter is called in addresses where Python cannot call it so («from»), `convert` is applied to a
-value that was accepted, and `in` is "body" for what is read from the request's body as JSON.
+query; types and limits (`msgspec.Meta`) are checked before the call, and published as OpenAPI. In `Meta.extra`: `name`
+is a parameter's name in addresses if Python cannot use it («from»), `convert` is applied to an accepted value, and `in`
+is "body" for what is read from the request's body as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-THREADS = 40  # requests that are answered at the same time
+THREADS = 40  # requests answered at the same time
 REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 
@@ -43,7 +43,7 @@ class HttpError(Exception):
 
 
 class Response:
-    """A status, headers and a body that is in memory."""
+    """A status, headers and a body in memory."""
 
     def __init__(
         self, body: bytes = b"", status: int = 200, *, media_type: str = "", headers: Mapping[str, str] | None = None
@@ -51,7 +51,7 @@ class Response:
         self.body, self.status = body, status
         self.headers = {**({"Content-Type": media_type} if media_type else {}), **(headers or {})}
 
-    async def write(self, receive: Receive, send: Send) -> None:  # noqa: ARG002 - as a stream's
+    async def write(self, receive: Receive, send: Send) -> None:  # noqa: ARG002 - like a stream's
         """Send it to the client."""
         length = {} if self.status == 304 else {"Content-Length": str(len(self.body))}
         await send(_start(self.status, {**self.headers, **length}))
@@ -59,14 +59,14 @@ class Response:
 
 
 class Stream(Response):
-    """A body that comes in parts, until there are no more or the client is gone."""
+    """A body that is sent in parts, until there are no more or the client has disconnected."""
 
     def __init__(self, parts: AsyncIterator[bytes], *, media_type: str, headers: Mapping[str, str]) -> None:
         super().__init__(media_type=media_type, headers=headers)
         self._parts = parts
 
     async def write(self, receive: Receive, send: Send) -> None:
-        """Send it to the client as it comes."""
+        """Send the parts to the client as they arrive."""
 
         async def pour() -> None:
             async with contextlib.aclosing(self._parts) as parts:  # type: ignore[type-var]
@@ -89,7 +89,7 @@ class Stream(Response):
 
 
 def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers as ASGI has them."""
+    """Return headers in ASGI's form."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
@@ -98,12 +98,12 @@ def _start(status: int, headers: Mapping[str, str]) -> Message:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers of a request by their names in lower case; of one that is repeated, the first."""
+    """Return the headers of a request by their names in lower case; for a repeated one, the first."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 class Request:
-    """What was asked."""
+    """A client's request."""
 
     def __init__(self, app: App, scope: Scope, path_parameters: Mapping[str, str]) -> None:
         self.app, self.method, self.path = app, str(scope["method"]), str(scope["path"])
@@ -121,13 +121,13 @@ class Request:
         return parse_qs(self.query_string, keep_blank_values=True)
 
     def has_current(self, etag: str) -> bool:
-        """Whether the client says that it has what this tag stands for."""
+        """Whether the client reports that it has the version with this tag."""
         return etag in [tag.strip() for tag in self.headers.get("if-none-match", "").split(",")]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a route's function: its name there, its name in the address, and what it must be."""
+    """A parameter of a route's function: its name there, its name in the address, and its type."""
 
     argument: str
     name: str
@@ -145,12 +145,12 @@ class Parameter:
         return typing.get_origin(typing.get_args(self.type)[0] if _is_annotated(self.type) else self.type) is list
 
     def read(self, texts: Sequence[str]) -> Any:
-        """Return the value that these texts stand for; of several, the last counts, unless it is a list."""
+        """Return the value of these texts; of several, the last counts, unless it is a list."""
         value = msgspec.convert(list(texts) if self.is_list else texts[-1], self.type, strict=False)
         return self.convert(value) if self.convert is not None else value
 
     def described(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return it as OpenAPI has it."""
+        """Return the parameter in OpenAPI's form."""
         if not self.is_required and self.default is not None:
             schema = {**schema, "default": self.default}
         return {"name": self.name, "in": self.place, "required": self.is_required, "schema": schema}
@@ -161,7 +161,7 @@ def _is_annotated(annotation: Any) -> bool:
 
 
 def _parameters(function: Callable[..., Any], path_names: Iterable[str]) -> tuple[Parameter, ...]:
-    """What a function wants besides the request. `X | None`: an X, or nothing at all."""
+    """Return a function's parameters besides the request. `X | None`: an X, or nothing."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = []
     for argument, declared in list(inspect.signature(function).parameters.items())[1:]:
@@ -180,7 +180,7 @@ def _parameters(function: Callable[..., Any], path_names: Iterable[str]) -> tupl
 class Route:
     """A path, the methods that it answers, and the function that does.
 
-    In the path, «{name}» stands for a part of an address and «{name:path}» for any number of parts.
+    In the path, «{name}» matches one segment of an address and «{name:path}» any number of segments.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Route:
         statuses: tuple[int, ...] = (),
         tag: str = "",
     ) -> None:
-        """`answers`: the type of the JSON that it returns; `statuses`: with which it may fail besides the usual."""
+        """`answers`: the type of the returned JSON; `statuses`: with which it may fail besides the usual ones."""
         self.path, self.function, self.methods = re.sub(r":path\}", "}", path), function, methods
         self.answers, self.statuses, self.tag = answers, statuses, tag
         self.pattern = re.compile(
@@ -202,7 +202,7 @@ class Route:
         self.parameters = _parameters(function, self.pattern.groupindex)
 
     def arguments(self, request: Request, body: bytes) -> dict[str, Any]:
-        """Return what the function is called with; HttpError 422 where something is missing or not what it must be."""
+        """Return the arguments for the function; HttpError 422 if one is missing or invalid."""
         problems, arguments = [], dict[str, Any]()
         query = request.query
         for parameter in self.parameters:
@@ -239,13 +239,13 @@ class Router:
     def put(
         self, path: str, answers: Any = None, *, statuses: tuple[int, ...] = ()
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Make the function answer PUT at a path; `statuses`: with which it may fail besides the usual."""
+        """Make the function answer PUT at a path; `statuses`: with which it may fail besides the usual ones."""
         return self._adding("PUT", path, answers, statuses)
 
     def delete(
         self, path: str, answers: Any = None, *, statuses: tuple[int, ...] = ()
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Make the function answer DELETE at a path; `statuses`: with which it may fail besides the usual."""
+        """Make the function answer DELETE at a path; `statuses`: with which it may fail besides the usual ones."""
         return self._adding("DELETE", path, answers, statuses)
 
     def _adding(
@@ -290,7 +290,7 @@ class App:
             await self._guarded(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """The server's start and end."""
+        """Handle the server's start and end."""
         await receive()
         try:
             async with self._lifespan():
@@ -330,7 +330,7 @@ class App:
         return typing.cast("Response", response)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document of all routes that say what they answer."""
+        """Return the OpenAPI document of all routes that declare their answers."""
         routes = [route for route in self.routes if route.tag]
         wanted = [self._failure, *(route.answers for route in routes if route.answers is not None)]
         wanted += [parameter.type for route in routes for parameter in route.parameters]
@@ -364,7 +364,7 @@ class App:
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:
-    """Do the work in a thread that does not keep the process from ending, as those of an executor would."""
+    """Do the work in a thread that does not keep the process from ending, unlike those of an executor."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -372,9 +372,9 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
         settle: Callable[[Any], None]
         try:
             outcome, settle = work(), future.set_result
-        except Exception as error:  # noqa: BLE001 - it is raised where the work is awaited
+        except Exception as error:  # noqa: BLE001 - raised where the work is awaited
             outcome, settle = error, future.set_exception
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the server has ended in the meantime
             loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
 
     threading.Thread(target=run, name="dashboard-answer", daemon=True).start()
@@ -382,7 +382,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the body of a request; what has come of it, where the client left."""
+    """Return the body of a request, or the part that arrived before the client disconnected."""
     body = bytearray()
     while True:
         message = await receive()

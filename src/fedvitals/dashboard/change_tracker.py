@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks which runs have changed since the last look, for ETags and live updates.
+"""Tracks which runs have changed since the last check, for ETags and live updates.
 
-A look costs one statement while nothing happens. When something did, every table is asked whose rows are new, which
-is a walk over the new rows only: they are numbered in the order of their arrival.
+A check takes one statement while nothing happens. After a change, every table is asked which runs have new rows, which
+only walks over the new rows: they are numbered in the order of arrival.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from fedvitals.store.read.changes import count_newest_rows, data_version, runs_w
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 
-# Where several write at once, numbers of one may be seen before smaller ones of another: so many of the last are looked
-# at again, and at most twice as many.
+# If several processes write at once, a row may become visible before smaller numbers of another process: at least this
+# many of the last rows are checked again, and at most twice as many.
 WINDOW = 10_000
 StoreVersion = tuple[str, int, int]
 """Who counts, how often rows were removed, how many changes there were: equal where nothing has happened."""
 
 
 class ChangeTracker:
-    """Versions of runs, which rise when a run gets a record, ends, is marked or deleted."""
+    """Versions of runs, which increase when a run gets a record, ends, is marked or deleted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._boot = os.urandom(4).hex()
         self._epoch = 0
-        self._count = 0  # changes of anything
+        self._count = 0  # number of changes of any kind
         self._versions: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._runs: dict[str, Any] = {}
         self._marks: dict[int, Any] = {}
         self._removed: object = None
         self._seen: Any = None
-        self._reader: Reader | None = None  # that saw it
-        self._bases: dict[str, tuple[int, dict[int, int]]] = {}  # of each table: from where, and how many rows of a run
+        self._reader: Reader | None = None  # the reader that saw it
+        # For each table: the first row counted, and the number of rows of each run
+        self._bases: dict[str, tuple[int, dict[int, int]]] = {}
 
     def look(self, reader: Reader) -> bool:
-        """Bring the versions up to date; return whether rows were removed since the last look."""
+        """Update the versions. Returns whether rows were removed since the last check."""
         with self._lock:
             seen = data_version(reader)
             if seen is not None and seen == self._seen and reader is self._reader:
                 return False
             epoch = self._epoch
             changed = self._changed(reader)
-            self._seen, self._reader = seen, reader  # if that failed, the next look has it still to do
+            self._seen, self._reader = seen, reader  # after a failure, the next check has to repeat it
             if changed:
                 self._count += 1
                 for run in changed:
@@ -59,7 +60,7 @@ class ChangeTracker:
         newest, runs, marks = state.newest, state.runs, state.marks
         removed = removals(reader.database)
         if removed != self._removed or any(newest[table] < known for table, known in self._last.items()):
-            self._epoch += 1  # rows were removed, so numbers are used again: nothing that is remembered can be trusted
+            self._epoch += 1  # rows were removed, so numbers are used again: nothing cached can be trusted
             self._last, self._bases = {}, {}
         numbers: set[int] = {row for row in {**marks, **self._marks} if marks.get(row) != self._marks.get(row)}
         bases = dict(self._bases)
@@ -75,7 +76,7 @@ class ChangeTracker:
         return changed | {names[number] for number in numbers}
 
     def has_run(self, run: str) -> bool:
-        """Whether the store had a run of this very id at the last look."""
+        """Whether the store had a run with exactly this id at the last check."""
         with self._lock:
             return run in self._runs
 
@@ -94,7 +95,7 @@ class ChangeTracker:
 def _recounted(
     reader: Reader, table: str, newest: int, known: tuple[int, dict[int, int]] | None
 ) -> tuple[set[int], tuple[int, dict[int, int]]]:
-    """The runs that have more of the last rows than were `known`, and what to know the next time."""
+    """Return the runs that have more of the last rows than were `known`, and the state for the next check."""
     base, counts = known or (max(0, newest - WINDOW), {})
     following = newest - WINDOW if newest - base > 2 * WINDOW else base
     rows = count_newest_rows(reader, table, following, base)

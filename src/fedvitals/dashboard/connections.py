@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds how many connections and live streams the dashboard holds open, for each address and in all, and how long.
+"""Limits how many connections and live streams the dashboard holds open, per address and in total, and how long.
 
 uvicorn by itself waits forever for the rest of a request, and for a client that does not read its answer.
 """
@@ -19,11 +19,11 @@ Holder = TypeVar("Holder")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of the server clients may hold."""
+    """How much of the server's capacity clients may hold."""
 
     head_seconds: float = 10.0  # from the connection, or the last answer, until a request's headers are complete
     body_seconds: float = 30.0  # for the rest of a request
-    send_seconds: float = 120.0  # for a client to read what waits for it
+    send_seconds: float = 120.0  # for a client to read a pending answer
     idle_seconds: float = 5.0  # between two requests
     connections: int = 512
     connections_of_address: int = 128
@@ -32,10 +32,10 @@ class Limits:
 
 
 class Places(Generic[Holder]):
-    """Places for at most `total` holders, and `of_address` of one address.
+    """Places for at most `total` holders, and `of_address` per address.
 
-    When they are taken, a newcomer gets the place of the oldest that `leave` can end: of its own address when that has
-    too many, else of the address that has most. So who opens many keeps nobody else out.
+    When all are taken, a newcomer gets the place of the oldest holder that `leave` can end: of its own address if that
+    has too many, else of the address with the most. An address that opens many keeps nobody else out.
     """
 
     def __init__(self, total: int, of_address: int, leave: Callable[[Holder], bool]) -> None:
@@ -46,7 +46,7 @@ class Places(Generic[Holder]):
         return sum(map(len, self._holders.values()))
 
     def enter(self, address: str, holder: Holder) -> bool:
-        """Take a place; False when there is none."""
+        """Take a place. Returns False if there is none."""
         if len(self._holders.get(address, ())) >= self._of_address:
             free = self._end_oldest(address)
         elif len(self) >= self._total:
@@ -59,7 +59,7 @@ class Places(Generic[Holder]):
         return free
 
     def exit(self, address: str, holder: Holder) -> None:
-        """Give a place back; nothing happens where the holder has none."""
+        """Give a place back; has no effect if the holder has none."""
         holders = self._holders.get(address, {})
         holders.pop(holder, None)
         if not holders:
@@ -76,7 +76,7 @@ class Places(Generic[Holder]):
 class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP connection with deadlines, and with a place among the others.
 
-    A deadline starts when what it waits for changes, not with each byte that drips in.
+    A deadline restarts when the connection's state changes, not with each byte that drips in.
     """
 
     def __init__(self, limits: Limits, places: Places[BoundedProtocol], *args: Any, **settings: Any) -> None:
@@ -116,7 +116,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def leave(self) -> bool:
-        """End the connection unless a request is being answered; whether it ended."""
+        """End the connection unless a request is being answered. Returns whether it ended."""
         if self._state() == "answer":
             return False
         self.transport.abort()
@@ -127,7 +127,7 @@ class BoundedProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def _state(self) -> str:
-        """What the connection waits for."""
+        """Return what the connection is waiting for."""
         if self.flow.write_paused:
             return "send"
         if self.cycle is None or self.cycle.response_complete:
@@ -146,11 +146,11 @@ class BoundedProtocol(H11Protocol):
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: anybody could fill the terminal with it."""
+        """Do nothing, since any client could fill the terminal with this warning."""
 
 
 def bounded_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Return what uvicorn makes its connections with: all share the same places."""
+    """Return the factory of uvicorn's connections: all share the same places."""
     places = Places[BoundedProtocol](
         limits.connections, limits.connections_of_address, lambda connection: connection.leave()
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks the example store that ships with the dashboard; `scripts/example` makes it anew."""
+"""Unpacks the example store that ships with the dashboard; `scripts/example` creates it."""
 
 from __future__ import annotations
 

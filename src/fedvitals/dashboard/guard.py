@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides who may ask what, by host name, token, origin and size, and sets security headers.
+"""Decides which requests are allowed, by host name, token, origin and size, and sets security headers.
 
-Plain ASGI around the app, so that nothing, not even a static file or an error, leaves without passing here. Whatever
-is not a GET changes something, and needs the token in its Authorization header, whichever route it is for. A cookie is
-never enough for that: browsers send the cookies of a host to all its ports, so also to another user's server.
+Plain ASGI around the app, so that nothing, not even a static file or an error, bypasses it. Any request but a GET
+changes something, and needs the token in its Authorization header, whatever its route. A cookie is never enough for
+that: browsers send the cookies of a host to all its ports, so also to another user's server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGEST_URL = 8192
 READING = ("GET", "HEAD", "OPTIONS")
 METHODS = (*READING, "POST", "PUT", "DELETE")
 LOGIN = "/api/login"
-OPEN = {"/login", LOGIN, "/favicon.ico"}  # to anybody, with the static files: the way in
+OPEN = {"/login", LOGIN, "/favicon.ico"}  # accessible to anybody, with the static files: the way in
 HOW_TO_CHANGE = (
     "Open the address that `fedvitals ui` printed when it started, or enter the token at /login. "
     "Scripts: send the header Authorization: Bearer ..."
@@ -73,12 +73,12 @@ class Guard:
         """
         self._app, self._private, self._root = app, private, root
         self._tokens = Tokens(token, root)
-        # Where all needs the token the name does not matter: a page from elsewhere has no cookie of ours to use.
+        # If everything needs the token, the name does not matter: a page from elsewhere has no cookie of ours to use.
         self._hosts = None if private and not proxy_hosts else {*LOOPBACK, *hosts, *proxy_hosts}
         self._proxy_hosts = frozenset(proxy_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there is none here
+        if scope["type"] == "websocket":  # not supported
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http":
@@ -104,7 +104,7 @@ class Guard:
             await self._app(scope, _bounded(receive), with_headers)
 
     def _more(self, refused: Refusal, scope: Scope) -> dict[str, str]:
-        """What a refusal says in its headers."""
+        """Return a refusal's additional headers."""
         if refused[0] == 405:
             return {"Allow": ", ".join(METHODS)}
         if refused[0] == 429:
@@ -120,7 +120,7 @@ class Guard:
         )
 
     def _misnamed(self, headers: Mapping[str, str]) -> Refusal | None:
-        """Another site may point its own name at this machine, and would then be «the same origin» as we are."""
+        """Refuse an unknown host name: another site may point its own name here, and would have «the same origin»."""
         host = _host(headers.get("host", ""))
         if self._hosts is None or host in self._hosts:
             return None
@@ -131,7 +131,7 @@ class Guard:
         )
 
     def _unknown(self, scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
-        """Refuse who has not shown the token where it is needed."""
+        """Refuse a request without the token if it is needed."""
         authorization, reads = headers.get("authorization", ""), scope["method"] in READING
         if self._is_open(scope, headers, reads=reads) or self._tokens.shown_in(authorization, _address(scope)):
             return None
@@ -142,11 +142,11 @@ class Guard:
         return 401, "Changing a store needs the dashboard's token.", HOW_TO_CHANGE
 
     def _is_open(self, scope: Scope, headers: Mapping[str, str], *, reads: bool) -> bool:
-        """Whether a request needs no token, or comes from somebody who has shown it."""
+        """Whether a request needs no token, or comes from a client that has shown it."""
         path = scope["path"]
         if not reads:
             return bool(path == LOGIN)
-        # The empty page, which is open, then asks for data, is told to log in, and comes back.
+        # The page itself is open and empty; it then requests data, is told to log in, and returns.
         return (
             not self._private
             or path in OPEN
@@ -155,7 +155,7 @@ class Guard:
         )
 
     def _access(self, scope: Scope) -> Response:
-        """Whether who asks may change something, so that a page offers only what it can do."""
+        """Answer whether the client may change something, so that a page only offers what is possible."""
         changes = self._tokens.shown_in(headers_of(scope).get("authorization", ""), _address(scope))
         body = encode({"changes": changes})
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
@@ -184,7 +184,7 @@ def _oversized(scope: Scope, headers: Mapping[str, str]) -> Refusal | None:
 
 
 def _below(root: str, scope: Scope) -> Scope:
-    """The request without the root in its path, which some proxies leave there and others take away."""
+    """Return the request without the root in its path, which some proxies leave there and others remove."""
     path = scope["path"]
     if not root or not (path == root or path.startswith(f"{root}/")):
         return scope
@@ -193,11 +193,11 @@ def _below(root: str, scope: Scope) -> Scope:
 
 
 def _foreign(scope: Scope, headers: Mapping[str, str], proxy_hosts: Collection[str]) -> Refusal | None:
-    """A form of another site can set no header of its own, and a browser tells where a request comes from.
+    """Refuse requests from other sites: their forms cannot set headers, and browsers report where a request comes from.
 
-    `proxy_hosts`: the page's host may be one of these where the proxy has put another into the Host header.
+    `proxy_hosts`: the page's host may be one of these if the proxy has replaced the Host header.
     """
-    # «same-site» is another port of this host: perhaps another user's server.
+    # «same-site» is another port of this host: possibly another user's server.
     if scope["path"].startswith("/api/") and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         return 403, "Another site's page asked; only our own page may.", None
     if scope["method"] not in METHODS:
@@ -210,7 +210,7 @@ def _foreign(scope: Scope, headers: Mapping[str, str], proxy_hosts: Collection[s
 
 
 def _host(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     try:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:
@@ -240,7 +240,7 @@ def _token_in(body: bytes) -> str | None:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """A body that does not say how long it is ends where it becomes too long."""
+    """Limit a body without a declared length: it ends where it becomes too long."""
     left = LARGEST_BODY
 
     async def bounded() -> Message:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells open pages which runs have changed, by one look at the store for all of them, four times a second."""
+"""Notifies open pages of changed runs, by one check of the store for all of them, four times a second."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import FedvitalsError
 
 logger = logging.getLogger("fedvitals.dashboard")
-EVERY = 0.25  # seconds between two looks
-ALIVE = 10.0  # seconds after which a page is told that nothing has happened
+EVERY = 0.25  # seconds between two checks
+ALIVE = 10.0  # seconds after which a page is sent a sign of life
 Page = asyncio.Queue[bytes | None]
 """What a page is still to be told; None: no more."""
 
 
 class Live:
-    """The pages that listen, and what they are told."""
+    """The pages that listen, and the messages for them."""
 
     def __init__(self, cache: ReaderCache, limits: Limits) -> None:
         self._cache = cache
@@ -32,7 +32,7 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Look for changes as long as the block runs."""
+        """Check for changes while the block runs."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -51,7 +51,7 @@ class Live:
                 await asyncio.to_thread(self._cache.look)
             except Exception as error:
                 if str(error) != trouble:
-                    if not isinstance(error, FedvitalsError):  # our own mistake: the pages shall live on
+                    if not isinstance(error, FedvitalsError):  # a bug of ours: the pages should stay connected
                         logger.exception("The look for changes failed.")
                     trouble = str(error)
                     self._tell("trouble", {"message": trouble})
@@ -61,7 +61,7 @@ class Live:
                 self._tell("healed", {})
             now, versions = self._cache.tracker.versions()
             if now != before:
-                if now[:2] != before[:2]:  # another store, or rows were removed: nothing of before is known to hold
+                if now[:2] != before[:2]:  # another store, or rows were removed: all earlier state is invalid
                     changed = {**dict.fromkeys(known, 0), **versions}
                 else:
                     changed = {run: version for run, version in versions.items() if version > before[2]}
@@ -70,11 +70,11 @@ class Live:
 
     def _tell(self, kind: str, data: dict[str, Any]) -> None:
         for page in self._pages:
-            with contextlib.suppress(asyncio.QueueFull):  # a page that sleeps asks for everything when it wakes
+            with contextlib.suppress(asyncio.QueueFull):  # a suspended page requests everything when it wakes
                 page.put_nowait(_event(kind, data))
 
     async def events(self, address: str) -> AsyncIterator[bytes]:
-        """What a page is told, until it goes away, or until too many others listen: then it asks again by itself."""
+        """Yield the messages for a page until it disconnects, or too many others listen: then it reconnects."""
         mine: Page = asyncio.Queue(32)
         if not self._places.enter(address, mine):
             return
@@ -95,7 +95,7 @@ class Live:
 
 
 def _end(page: Page) -> bool:
-    """Tell a page nothing more."""
+    """End a page's stream."""
     while not page.empty():
         page.get_nowait()
     page.put_nowait(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lends readers of the store to requests, and keeps what is remembered between them."""
+"""Lends readers of the store to requests, and keeps the caches between them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedvitals.views.clients import Rosters
 from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
 
-READERS = 4  # at most: what more of them read at once would be held at once, and SQLite keeps the descriptor of each
-REMEMBERED = 64_000_000  # bytes of answers
+READERS = 4  # the most: each holds what it reads, and SQLite keeps the descriptor of each
+REMEMBERED = 64_000_000  # of cached answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer that was given, and the run that it is about, as that was then."""
+    """A cached answer, and the run that it is about, with its version."""
 
     version: str
     body: bytes
@@ -37,33 +37,33 @@ class _Answer:
 
 
 class ReaderCache:
-    """Readers of one store, the answers that were given, and what is known of changes; for several threads."""
+    """Readers of one store, the cached answers, and the known changes; thread-safe."""
 
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
         self._start_over()
         self.warming = Warming(self)
-        self.tracker = ChangeTracker()  # another one once another store has this name
+        self.tracker = ChangeTracker()  # replaced once another store has this name
         self._lock = threading.Lock()
-        self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
-        self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
+        self._looking = threading.Lock()  # separate: a check may take long, and cached answers need not wait
+        self._looks = self._looked = 0  # the number of the last check that began, and of the last that succeeded
         self._turns = threading.BoundedSemaphore(READERS)
-        self._readers: list[tuple[object, Reader]] = []  # that wait for the next request
-        self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
-        self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the store that is watched
-        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by address, the longest unused first
+        self._readers: list[tuple[object, Reader]] = []  # idle readers
+        self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` reveals changes
+        self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the watched store
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by address, least recently used first
         self._answered = 0
 
     @property
     def shown(self) -> str:
-        """The store's name for people: no password in it."""
+        """The store's name for users, without a password."""
         return address_of(self.target).shown if isinstance(self.target, str) else str(self.target)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
         """Lend a reader of the store to one request, which waits for its turn if all are lent.
 
-        Nobody may ask for a second one meanwhile. A reader that failed is not used again.
+        A request must not ask for a second one. A reader that failed is not used again.
         """
         with self._turns, self._lent() as reader:
             yield reader
@@ -85,7 +85,7 @@ class ReaderCache:
         share(reader, self.matrices)
         try:
             yield reader
-            reader.release_memory()  # of a run that trains, it is outdated by the next request
+            reader.release_memory()  # for a run that trains, it is outdated by the next request
         except BaseException:
             reader.close()
             raise
@@ -93,18 +93,18 @@ class ReaderCache:
             self._readers.append((identity, reader))
 
     def _start_over(self) -> None:
-        """Remember nothing of the store: this is the first time that it is read, or another has its name now."""
+        """Clear all caches: the store is read for the first time, or another store now has its name."""
         self.matrices, self.layouts, self.rosters = Matrices(notice=False), Layouts(), Rosters()
 
     def _open(self, identity: object) -> Reader:
-        """Open a reader of the store of that identity; it shares names with the other readers of the watched store."""
+        """Open a reader of the store with that identity, sharing names with the watched store's other readers."""
         reader = open_reader(self.target, patience=PATIENCE)
         if self._symbols[0] == identity:
             reader.names.use(self._symbols[1])
         return reader
 
     def _identity(self) -> object:
-        """What tells this store from another of its name, which may have taken its place."""
+        """Return what distinguishes this store from another with its name, which may have replaced it."""
         if isinstance(self.target, str):
             return None
         try:
@@ -114,10 +114,10 @@ class ReaderCache:
         return status.st_dev, status.st_ino
 
     def look(self) -> None:
-        """Notice what has changed in the store since the last look."""
+        """Detect what has changed in the store since the last check."""
         came = self._looks
         with self._looking:
-            if self._looked > came:  # somebody else's look, which began after we came
+            if self._looked > came:  # another thread's check, which began after we came
                 return
             self._looks += 1
             self._look(self._identity())
@@ -143,7 +143,7 @@ class ReaderCache:
             raise
 
     def remembered(self, asked: str, version: str) -> bytes | None:
-        """Return the answer that was given to this address at this version, or None."""
+        """Return the cached answer for this address at this version, or None."""
         with self._lock:
             answer = self._answers.get(asked)
             if answer is None or answer.version != version:
@@ -152,10 +152,10 @@ class ReaderCache:
             return answer.body
 
     def remember(self, asked: str, version: str, body: bytes, run: str | None = None, run_version: str = "") -> None:
-        """Keep the newest answer to this address, as long as there is room.
+        """Cache the newest answer for this address, as long as there is room.
 
-        `run`, `run_version`: the run that it is about, if it is about one, and how that was when it was read. Nobody
-        asks for answers about a run as it was before: they go as soon as there is one to be kept.
+        `run`, `run_version`: the run that it is about, if any, and its version when it was read. Answers about an
+        earlier version of a run are never requested: they are dropped as soon as a newer one is cached.
         """
         with self._lock:
             outdated = {name for name, answer in self._answers.items() if self._is_old(answer)} | {asked}
@@ -183,7 +183,7 @@ class ReaderCache:
 
 
 def _is_outdated(reader: Reader) -> bool:
-    """Also one that can no longer be asked."""
+    """Whether a reader is outdated, or can no longer be used."""
     try:
         return reader.is_outdated()
     except StoreError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the id of a run into an address and takes it out again, also ids that a path does not keep.
+"""Encodes the id of a run in an address and decodes it, including ids that a path does not preserve.
 
-A server takes «%2F» for a slash, and a browser resolves «..» before it asks. No new run has such an id, but stores of
-before may. static/params.js does the same.
+A server takes «%2F» for a slash, and a browser resolves «..» before it asks. No new run has such an id, but older
+stores may. static/params.js does the same.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ def run_page(run: str) -> str:
 
 
 def run_of_part(part: str) -> str:
-    """Return the id, the name or the beginning of an id that a part of a path means, which was decoded once."""
+    """Return the id, the name or the beginning of an id from a path segment that was decoded once."""
     return unquote(part[1:]) if part.startswith("~") else part

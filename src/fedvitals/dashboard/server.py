@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the dashboard: chooses address and port, makes its token, opens a browser, and ends cleanly."""
+"""Serves the dashboard: chooses address and port, creates its token, opens a browser, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.resources.memory import use_one_heap
 
 PORT = 8321
-NEXT = 20  # ports that are tried after the usual one
+NEXT = 20  # ports tried after the usual one
 OWN_PATHS = (["api"], ["compare"], ["login"], ["runs"], ["static"])  # of the dashboard itself
 
 
@@ -43,14 +43,14 @@ class Address:
     port: int
     token: str
     path: str = "/"  # of the page to open
-    root: str = ""  # in front of all paths, as a proxy has it
-    is_proxied: bool = False  # whether a proxy shows it to other machines
+    root: str = ""  # in front of all paths, as set by a proxy
+    is_proxied: bool = False  # whether a proxy serves it to other machines
 
     @property
     def url(self) -> str:
-        """What a person opens. The token stands behind «#»: that part is never sent, and in no log."""
+        """The address that a user opens. The token is after «#»: that part is never sent, and in no log."""
         name = self.host
-        if name in ("0.0.0.0", "::"):  # noqa: S104 - asked about, not bound
+        if name in ("0.0.0.0", "::"):  # noqa: S104 - checked, not bound
             name = socket.gethostname()
         elif ":" in name:
             name = f"[{name}]"
@@ -59,12 +59,12 @@ class Address:
 
     @property
     def is_private(self) -> bool:
-        """Whether reading needs the token, too: other machines can reach this address."""
+        """Whether reading needs the token, too, because other machines can reach this address."""
         return self.is_proxied or not is_loopback(self.host)
 
 
 def checked_root(root: str) -> str:
-    """Return a path in front of all addresses as "/a/b", or "" for none; ConfigError if it cannot be one."""
+    """Return a path in front of all addresses as "/a/b", or "" for none; ConfigError if it is invalid."""
     plain = "/" + root.strip("/") if root.strip("/") else ""
     if not re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*", plain) or plain.split("/")[1:2] in OWN_PATHS:
         raise ConfigError(
@@ -75,7 +75,7 @@ def checked_root(root: str) -> str:
 
 
 def checked_host(name: str) -> str:
-    """Return a host name that the dashboard may be called by; ConfigError for what is none, like an address with //."""
+    """Return a host name that the dashboard may be called by; ConfigError if it is none, such as an address with //."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,45}", name):
         raise ConfigError(
             f"--allow-host is the name that browsers open the proxy by, without scheme and port, like lab.example.org; "
@@ -100,7 +100,7 @@ def bind(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in wanted:
         listener = socket.socket(family, socket.SOCK_STREAM)
-        if os.name == "posix":  # on Windows others could then listen on the same port
+        if os.name == "posix":  # on Windows other processes could then listen on the same port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, number))
@@ -122,10 +122,10 @@ def bind(host: str, port: int | None) -> socket.socket:
 
 
 def server_of(app: App, limits: Limits) -> uvicorn.Server:
-    """Return a server of the app that no client can hold for longer, or with more connections, than the limits say."""
+    """Return a server of the app in which no client can exceed the limits on connections and their duration."""
     config = uvicorn.Config(
         app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),
-        proxy_headers=False,  # whoever connects from this machine could name any other address in them
+        proxy_headers=False,  # any process on this machine could claim any other address in them
         log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on",
     )  # fmt: skip
     return uvicorn.Server(config)
@@ -143,10 +143,10 @@ def serve(
     limits: Limits = Limits(),  # noqa: B008 - frozen
     ready: Callable[[Address], None] = lambda _: None,
 ) -> None:
-    """Until Ctrl-C. Changes need the token that is made here and told to `ready` once; elsewhere reading does, too.
+    """Serve until Ctrl-C. Changes need the token created here and passed to `ready`; from elsewhere, reading does too.
 
-    `root`: the path that a proxy has for the dashboard. `proxy_hosts`: names that it is called by there; with one,
-    reading needs the token, since a proxy on this machine makes requests of all others look like its own.
+    `root`: the dashboard's path on a proxy. `proxy_hosts`: its host names there; with one, reading needs the token,
+    since a proxy on this machine makes all other machines' requests look local.
     """
     root, names = checked_root(root), tuple(map(checked_host, proxy_hosts))
     listener = bind(host, port)
@@ -171,9 +171,9 @@ def serve(
             if folder is not None:
                 open_in_browser(address.url, Path(folder))
 
-    use_one_heap()  # else each of the threads that answer keeps room for the largest answer that it ever made
-    # What the imports left stays for good. Pages make a hundred thousand small objects and let them go at once: looking
-    # for rings among them after every few hundred took a third of the time.
+    use_one_heap()  # otherwise each answering thread keeps room for the largest answer that it ever made
+    # What the imports created stays for good. Pages create a hundred thousand small objects and free them at once:
+    # searching them for cycles after every few hundred took a third of the time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     with tempfile.TemporaryDirectory(prefix="fedvitals-ui-") if open_browser else contextlib.nullcontext() as folder:
@@ -182,9 +182,9 @@ def serve(
 
 
 def open_in_browser(url: str, folder: Path) -> None:
-    """Open an address that nobody else may see, by a file that leads there.
+    """Open an address that nobody else may see, through a file that redirects to it.
 
-    The arguments of a program, such as those of a browser, are shown to all users of a machine. `folder` is our own.
+    The arguments of a program, such as those of a browser, are visible to all users of a machine. `folder` is our own.
     """
     file = folder / "open.html"
     target = html.escape(url)

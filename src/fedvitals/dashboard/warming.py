@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads ahead, while nobody asks for anything, what the pages of a run will need next.
+"""Reads ahead what the pages of a run will need next, while there are no requests.
 
 A metric of a thousand clients over five hundred rounds takes a third of a second to read the first time. The pages of
-the clients show several; whoever has looked at the run for a moment does not wait for them.
+the clients show several; a user who has looked at the run for a moment does not wait for them.
 
-The same thread gives memory back that answers have left free, else the server would hold the most that it ever needed.
-Part of what answers leave are rings of objects (a request and its task refer to each other), and the collector would
-look for them only after tens of thousands: see `server.serve`.
+The same thread returns memory that answers have freed, otherwise the server would hold the most that it ever needed.
+Some of what answers leave are cycles of objects (a request and its task refer to each other), and the collector would
+only look for them after tens of thousands: see `server.serve`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fedvitals.dashboard")
 
-# Those that the most pages want come first.
+# Those that most pages need come first.
 WANTED = (
     "loss", "traffic.sent", "traffic.received", "update.norm", "steps", "update.cosine_mean", "time.client",
     "time.client_virtual", "gradient.nonfinite", "weight.nonfinite", "gradient.norm", "scale.gsc", "local.loss",
     "local.accuracy", "accuracy", "weight.drift", "memory.resident",
 )  # fmt: skip
-NEWEST = ""  # stands for the newest run
+NEWEST = ""  # represents the newest run
 REMEMBERED = 64  # runs that are not read ahead again
-QUIET = 0.25  # seconds without a request after which we may work
-# Seconds after which free memory is given back once more, also while many ask. After 10, a server held 97 MB instead of
-# 77 over a run of 3,260 rounds, since what answers leave meanwhile grows with the run.
+QUIET = 0.25  # seconds without a request after which reading ahead may start
+# Seconds after which free memory is returned again, even while there are requests. With 10, a server held 97 MB instead
+# of 77 for a run of 3,260 rounds, since what answers leave grows with the run.
 GIVE_BACK = 2.0
-ALL_OBJECTS = 5  # how often that happens until objects that are older than two times are looked at, too
+ALL_OBJECTS = 5  # every this many times, older objects are examined, too
 
 
 class Warming:
-    """A thread that reads ahead, one metric at a time, and pauses as soon as somebody asks for something."""
+    """A thread that reads ahead, one metric at a time, and pauses as soon as there is a request."""
 
     def __init__(self, cache: ReaderCache) -> None:
         self._cache = cache
@@ -64,12 +64,12 @@ class Warming:
         self._given_back, self._times = time.monotonic(), 0
 
     def asked(self, run: str | None) -> None:
-        """Note a request, or its answer; whoever asks for the list of runs is likely to open the newest."""
+        """Note a request, or its answer; a user who requests the list of runs is likely to open the newest."""
         self._asked = time.monotonic()
         self.want(NEWEST if run is None else run)
 
     def want(self, run: str = NEWEST) -> None:
-        """Read ahead for that run, without a word the newest."""
+        """Read ahead for that run, by default the newest."""
         with self._lock:
             if self._closed or run in self._runs or run in self._done:
                 return
@@ -88,12 +88,12 @@ class Warming:
                 try:
                     self._read(run)
                 except FedvitalsError:
-                    pass  # who asks for it will be told
+                    pass  # reported to whoever requests it
                 except Exception:
                     logger.exception("Reading ahead failed; pages are not concerned.")
 
     def _give_back(self) -> None:
-        """From time to time, if anybody has asked since: some milliseconds, and 30 where all objects are looked at."""
+        """Return memory now and then after requests: takes some milliseconds, and 30 if all objects are examined."""
         if self._asked > self._given_back <= time.monotonic() - GIVE_BACK:
             self._times += 1
             gc.collect(1 if self._times % ALL_OBJECTS else 2)
@@ -103,7 +103,7 @@ class Warming:
     def _next(self) -> str | None:
         with self._lock:
             run = self._runs.popleft() if self._runs else None
-            if run not in (None, NEWEST):  # which run is the newest changes
+            if run not in (None, NEWEST):  # the newest run changes
                 self._note(run)
             return run
 
@@ -129,7 +129,7 @@ class Warming:
             self._quietly(functools.partial(page, run=run))
 
     def _quietly(self, work: Callable[[Reader], object]) -> None:
-        """When nobody has asked for anything for a moment."""
+        """Do the work once there has been no request for a moment."""
         while time.monotonic() - self._asked < QUIET and not self._closed:
             self._give_back()
             time.sleep(QUIET / 5)
@@ -146,7 +146,7 @@ class Warming:
 
 
 def _prepared(reader: Reader, run: str, name: str) -> None:
-    """A metric, and what is made from its numbers once and remembered with them."""
+    """Prepare a metric, and what is computed from it once and cached with it."""
     matrix = metric_matrix(reader, run, name)
     matrix.band()
     matrix.worst_first()

@@ -36,7 +36,7 @@ class GradientRecorder:
     def __init__(self, parameters: Sequence[Tensor | None]) -> None:
         self._parameters = parameters
         self._steps: list[int] = []
-        self._odd: dict[int, Array | Tensor] = {}  # by place: steps that went the general way
+        self._odd: dict[int, Array | Tensor] = {}  # by position: steps recorded in the general way
         self._blocks: list[Array] = []
         self._free, self._row = 0, len(parameters) * _COLUMNS * 8
         kernel = jit.load_kernel().kernel
@@ -51,7 +51,7 @@ class GradientRecorder:
             lines += (kernel.functions[parameter.dtype], 0, parameter.numel())
         self._kernel, self._device = kernel, None
         self._table = array.array("q", lines)
-        # What the kernel is told: where the table is, how many tensors, where the results go.
+        # The kernel's arguments: the table's address, the number of tensors, the address of the results.
         self._call = array.array("q", [self._table.buffer_info()[0], len(parameters), 0])
         self._address = self._call.buffer_info()[0]
 
@@ -90,7 +90,7 @@ class GradientRecorder:
 
     @property
     def apart(self) -> list[Tensor | Array]:
-        """The rows of steps that went the general way, possibly on a device: for the caller to copy to the host."""
+        """The rows of steps recorded in the general way, possibly on a device: for the caller to copy to the host."""
         if self._device is not None:
             self._device.finish()
         return [*self._odd.values()]
@@ -115,7 +115,7 @@ class GradientRecorder:
     def _rows(self) -> Array:
         if len(self._blocks) > 1:
             self._blocks = [np.concatenate(self._blocks)[: len(self._steps)]]
-            self._free = 0  # the next step begins a block of its own
+            self._free = 0  # the next step begins a new block
         if not self._blocks:
             return np.empty((0, len(self._parameters), _COLUMNS))
         return self._blocks[0][: len(self._steps)]

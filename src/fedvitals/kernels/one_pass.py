@@ -102,7 +102,7 @@ def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:
                 alive.append(values)
                 function = functions[values.dtype]
             table += (function, values.data_ptr(), values.numel())
-    except RuntimeError:  # torch refuses the question on some layouts: say what is wrong in our words
+    except RuntimeError:  # torch refuses the question for some layouts: raise a clearer error
         for tensor in tensors:
             if tensor is not None:
                 layout.readable(tensor)
@@ -141,7 +141,7 @@ def _rows(kernel: jit.Kernel, table: list[int]) -> Array:
 
 
 def _fill(kernel: jit.Kernel, table: bytes, count: int) -> Array:
-    # ctypes hands its own arrays over faster than numpy's; numpy then looks at the same memory.
+    # ctypes passes its own arrays faster than numpy's; numpy then views the same memory.
     memory: Any = (ctypes.c_double * (count * _COLUMNS))()
     kernel.call(table, count, memory)
     rows: Array = np.frombuffer(memory)

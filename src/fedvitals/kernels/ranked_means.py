@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = 4096  # at a time, so that a block of 100 clients stays in the cache
-NUMBERS = 1 << 25  # at a time on a device, where each call has its price: 256 MB in float64
+NUMBERS = 1 << 25  # at a time on a device, where each call has a cost: 256 MB in float64
 
 
 def trimmed_mean(states: Tensor | Sequence[Tensor], fraction: float) -> Tensor:
@@ -41,7 +41,7 @@ def mean_of_ranks(states: Tensor | Sequence[Tensor], first: int, last: int) -> T
             continue
         ranked = block.numpy()
         ranked.sort(axis=1)  # numpy's is ten times as fast as torch's here
-        with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf, where too many sent it
+        with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf, if too many vectors have it
             values = ranked[:, first:last].mean(axis=1, dtype=np.float64).astype(ranked.dtype)
         result[part] = torch.from_numpy(values)
     return result

@@ -24,7 +24,7 @@ Rounds = int | range | None
 
 
 def node_filter(nodes: str | Iterable[str | None] | None, known: Sequence[Node]) -> Wanted:
-    """Return which nodes are meant by a name, several, or None (all); ConfigError for one that is not known."""
+    """Return a filter for nodes given by one name, several, or None (all); ConfigError for an unknown one."""
     if nodes is None:
         return lambda _: True
     wanted = {nodes} if isinstance(nodes, str) else {*nodes}
@@ -81,7 +81,7 @@ def layer_columns(
 
 
 def _layer_stats(reader: Reader, run: str, family: str, wanted: Wanted, rounds: Rounds) -> Iterator[LayerStats]:
-    """Yield what is about whole client-rounds, or about the federation; not about single steps, edges or clusters."""
+    """Yield statistics of whole client-rounds, or of the federation; not of single steps, edges or clusters."""
     inside = _in_rounds(rounds)
     for page in layer_pages(reader, run, rounds if isinstance(rounds, int) else None, [family]):
         for stats in page:

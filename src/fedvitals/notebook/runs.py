@@ -5,8 +5,8 @@
     run = runs["demo"]  # or runs.newest
     run.metrics("update.norm", nodes="c7")
 
-Each question opens the store and closes it again: no connection is kept between two cells, and a run that trains can
-be asked again for what came since.
+Each call opens the store and closes it again: no connection is kept between two cells, and a run that is still training
+can be read again for newer data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedvitals.views.status import run_states
 from fedvitals.views.units import number
 from fedvitals.views.verdict import verdict_of
 
-MOST_RUNS, MOST_CASES = 20, 8  # that a display shows
+MOST_RUNS, MOST_CASES = 20, 8  # shown by a display
 
 
 def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users write it
@@ -59,8 +59,9 @@ def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users writ
 class Runs:
     """The runs of a store, the newest first: iterate over them, or take one by name, id or place.
 
-    `runs["demo"]` is the newest run of that name, or the one whose id is or begins so; `runs[0]` and `runs.newest` are
-    the newest of all. No connection is kept between two calls; `with` is allowed, and has nothing to close.
+    `runs["demo"]` is the newest run with that name, or the run whose id is or begins with it; `runs[0]` and
+    `runs.newest` are the newest of all. No connection is kept between two calls; `with` is allowed, and has nothing to
+    close.
     """
 
     def __init__(self, store: Path | str) -> None:
@@ -68,7 +69,7 @@ class Runs:
 
     @property
     def newest(self) -> StoredRun:
-        """The run that started last; ConfigError where the store has none."""
+        """The run that started last; ConfigError if the store has none."""
         with open_reader(self._store) as reader:
             newest = newest_run(reader)
             if newest is None:
@@ -145,9 +146,9 @@ class Runs:
 
 
 class StoredRun:
-    """A run of a store: `name`, `id` and `summary` as they were when it was taken; its methods read the store anew.
+    """A run of a store: `name`, `id` and `summary` as they were when it was opened; its methods read the store again.
 
-    Wherever `fv.plot` takes a run, it takes this.
+    `fv.plot` accepts it wherever it takes a run.
     """
 
     def __init__(self, store: Path | str, summary: queries.RunSummary) -> None:
@@ -157,7 +158,9 @@ class StoredRun:
 
     @property
     def verdict(self) -> str:
-        """What is wrong, since when and how sure that is, in a sentence or two; or that nothing is, or who looked."""
+        """The verdict in a sentence or two: what is wrong, since when and how sure, or that nothing is, or what was
+        examined.
+        """
         with open_reader(self.store) as reader:
             verdict = verdict_of(reader, self.id)
         return f"{verdict.headline.rstrip('.')}. {verdict.detail}".strip()
@@ -297,5 +300,5 @@ def _counted(runs: int) -> str:
 
 
 def _store_name(store: Path | str) -> str:
-    """The store's file, or its address without the password."""
+    """Return the store's file, or its address without the password."""
     return address_of(str(store)).shown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands columns over as a pandas DataFrame, an Arrow table, or a plain dictionary of lists."""
+"""Returns columns as a pandas DataFrame, an Arrow table, or a plain dictionary of lists."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 def as_table(columns: Columns, form: str) -> Any:
-    """Return columns of equal length in a form: «pandas», «arrow», «columns», or «auto».
+    """Return columns of equal length as «pandas», «arrow», «columns», or «auto».
 
-    «auto» is a DataFrame where pandas is installed, else an Arrow table where pyarrow is, else «columns»: a dictionary
-    of lists. None is what is missing; in a column of real numbers of a DataFrame it is NaN. Raises ConfigError for
-    another form, and an error that names the package where it is not installed.
+    «auto» is a DataFrame if pandas is installed, else an Arrow table if pyarrow is, else «columns»: a dictionary of
+    lists. Missing values are None, or NaN in a DataFrame's columns of real numbers. Raises ConfigError for another
+    form, and an error that names the package if it is not installed.
     """
     if form not in FORMS:
         raise ConfigError(unknown("form of table", form, FORMS))
@@ -52,7 +52,7 @@ def _pandas(columns: Columns) -> Any:
 
 
 def _dtype(name: str, cells: Sequence[Any]) -> str:
-    """NumPy's types, but for columns of integers in which some are missing, which NumPy has none for."""
+    """Return NumPy's type, or pandas' for columns of integers with missing values, for which NumPy has none."""
     kind = TYPES.get(name, "real")
     whole = "Int64" if None in cells else "int64"
     return {"text": "object", "integer": whole, "boolean": "bool", "real": "float64"}[kind]

@@ -38,5 +38,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The pictures only: what draws them is nobody's to call."""
+    """List only the pictures: the functions that draw them are not public."""
     return __all__

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Empty figures in the house style, the elements most of them share, and a figure that says there is nothing to draw.
 
-Figures are objects: nothing of pyplot's global state is read or left behind, and no backend is chosen.
+Figures are objects: pyplot's global state is neither read nor changed, and no backend is chosen.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fedvitals.views.axis_ends import honest_ends
 from fedvitals.views.units import number, seconds, size
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - the other modules take it from here
+    from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - re-exported for the other modules
 else:
     Figure = Any  # for annotations: matplotlib is an extra, and slow to load
 
 P = ParamSpec("P")
 R = TypeVar("R")
-WIDTH = 6.8  # inches: less than a sheet of paper has, so that text is never smaller there than here
+WIDTH = 6.8  # inches: narrower than a sheet of paper, so that text is never smaller there than here
 SMALL = 8  # points: all text
-NAMED_FLAGS = 4  # of the findings on an axis; the others have their shape only
+NAMED_FLAGS = 4  # findings named on an axis; the others only have their shape
 
 STYLE: dict[str, Any] = {
     "font.size": SMALL, "text.color": INK, "text.usetex": False, "axes.edgecolor": HAIRLINE, "axes.labelcolor": INK,
@@ -40,8 +40,9 @@ STYLE: dict[str, Any] = {
 
 
 def drawn(function: Callable[P, R]) -> Callable[P, R]:
-    """Run the function in the house style, whatever the user's own style is. Without matplotlib, raise
-    MissingExtraError.
+    """Run the function in the house style, whatever the user's own style is.
+
+    Raises MissingExtraError without matplotlib.
     """
 
     @functools.wraps(function)
@@ -53,7 +54,7 @@ def drawn(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_style() -> Any:
-    """Return a context in which matplotlib has its own defaults and our settings."""
+    """Return a context in which matplotlib has its defaults and our settings."""
     try:
         from matplotlib import style  # noqa: PLC0415 - an extra, and slow to load
     except ModuleNotFoundError as error:
@@ -96,13 +97,13 @@ def panel(height: float) -> tuple[Figure, Any]:
 
 
 def dress(axes: Any) -> None:
-    """Set the style of the ticks now, since they may be drawn later in a notebook of another style."""
+    """Style the ticks now, since a notebook with another style may draw them later."""
     axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.5, length=3)
     axes.tick_params(which="minor", length=0)
 
 
 def head(axes: Any, title: str, note: str = "") -> None:
-    """Write a title, and beside it in grey what is needed to read the picture."""
+    """Write a title, and beside it in grey a note on how to read the picture."""
     axes.set_title(title, loc="left", fontsize=SMALL, color=INK, pad=7)
     if note:
         axes.set_title(note, loc="right", fontsize=SMALL, color=HAIRLINE, pad=7)
@@ -175,13 +176,13 @@ def nothing(what: str, why: str = "") -> Figure:
 
 
 def empty(axes: Any, text: str) -> None:
-    """Write the same into one panel of several."""
+    """Write a text into one empty panel of several."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE)
     axes.set_yticks([])
 
 
 def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colour: str, **how: Any) -> None:
-    """Draw a series, with a gap where nothing was measured and a dot where a value stands alone."""
+    """Draw a series, with a gap where nothing was measured and a dot for an isolated value."""
     heights = numbers(values)
     axes.plot(rounds, heights, color=colour, **{"linewidth": 1.4, **how})
     lone = alone(heights)
@@ -190,7 +191,7 @@ def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colou
 
 
 def mark_not_finite(axes: Any, rounds: Sequence[int]) -> None:
-    """Mark rounds whose value is NaN or infinite by a black cross at the top: on the floor it would be read as 0."""
+    """Mark rounds whose value is NaN or infinite by a black cross at the top: at the bottom it would be read as 0."""
     if rounds:
         axes.plot(rounds, [0.97] * len(rounds), "x", color=INK, markersize=4, transform=axes.get_xaxis_transform())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cells of a heat map, drawn as one image so that 10⁴ of them take a few kilobytes, with names and a colour scale.
 
-Not there is hatched grey, failed has a cross, what is not finite is black with a mark.
+An absent node is hatched grey, a failed one has a cross, a value that is not finite is black with a mark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedvitals.views.grid import Grid
 from fedvitals.views.units import with_unit
 
 Floats = NDArray[np.float64]
-NAMED = 60  # rows whose names stand beside them; of more, every second, third, ...
+NAMED = 60  # rows that are all named; with more, every second, third, ...
 MARKS = 400  # single cells that get a mark
 STEPS = 64  # of the colour scale
 MOST_INCHES = 9.0
@@ -53,7 +53,7 @@ class Shades:
         self.colours = LinearSegmentedColormap.from_list("signed", SIGNED_LIGHT) if signed else colormaps["cividis"]
 
     def of(self, values: Floats) -> Floats:
-        """Return colours [..., 4]; 0 on a log scale has the lowest."""
+        """Return colours [..., 4]; 0 on a log scale gets the lowest."""
         with np.errstate(divide="ignore", invalid="ignore"):
             heights = np.log10(values) if self.log else values
             share = np.clip((heights - self.low) / (self.high - self.low), 0, 1)
@@ -70,7 +70,7 @@ def _log_end(exponent: float) -> str:
 
 
 def shades_of(of: Grid, *, log: bool | None = None, signed: bool = False) -> Shades:
-    """Return the colour scale of a grid, from its 2nd to its 98th percentile; log if these are 100 times apart."""
+    """Return a grid's colour scale, from its 2nd to its 98th percentile; log if they differ by a factor of 100."""
     values, _ = arrays(of)
     finite = values[np.isfinite(values)]
     low, high = (0.0, 1.0) if of.low is None or of.high is None else (of.low, of.high)

@@ -25,9 +25,9 @@ from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Band, Series, band, series
 
 POINTS = 240  # buckets of rounds; each keeps its extremes
-LINES = 6  # on top of the band; more would be spaghetti
+LINES = 6  # on top of the band; more would be unreadable
 LEGEND = "min–max, 5–95 %, median client"
-FEW = 3  # clients, from which on they make a band and have a middle
+FEW = 3  # clients needed for a band and a median
 
 
 @drawn
@@ -71,7 +71,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     for place, (node, rounds, values) in enumerate(shown):
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the model's
         heights = height.of(np.array(values, float))
-        if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
+        if 2 * len(rounds) < len(matrix.rounds):  # reported now and then: the values in between are unknown
             axes.plot(rounds, heights, "o", color=colour, markersize=3.5)
         else:
             canvas.line(axes, rounds, heights.tolist(), colour)
@@ -98,7 +98,7 @@ def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = OTHERS
         lone = canvas.alone(own)  # a band of one round has no width
         axes.vlines(np.asarray(cohort_band.rounds)[lone], own[lone], top[lone], colour, alpha=alpha, linewidth=3)
     canvas.line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
-    for ends in (low, high):  # of two clients, both
+    for ends in (low, high):  # with two clients, both
         axes.plot(
             np.asarray(cohort_band.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none"
         )
@@ -107,7 +107,7 @@ def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = OTHERS
 
 
 def told_by_few(cohort_band: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return where too few clients reported to speak of a cohort; nowhere, if the run has no more clients."""
+    """Return where too few clients reported to form a cohort; nowhere if the run has no more clients."""
     counts = np.asarray(cohort_band.clients, np.int64)
     return np.asarray((counts > 0) & (counts < FEW) & (counts.max(initial=clients) >= FEW))
 
@@ -122,7 +122,7 @@ def told_by(cohort_band: Band, clients: int) -> str:
 
 
 def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
-    """Whether a log axis shows more: nothing negative, and two orders of magnitude above the middle."""
+    """Whether a log axis shows more: nothing negative, and two orders of magnitude above the median."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     return bool(positive.size and finite.min() >= 0 and positive.max() > 100 * np.median(positive))
@@ -168,7 +168,7 @@ def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
     return figure
 
 
-# Of each panel: the federation's own sign, and what clients may tell that can stand behind it, best first.
+# For each panel: the federation's own sign, and the clients' signs that can be drawn behind it, best first.
 PANELS = {
     "accuracy": ("accuracy", "local.accuracy", "fit.accuracy_before"),
     "loss": ("loss", "local.loss", "fit.loss_before"),
@@ -220,7 +220,7 @@ def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) 
     if cohort is not None:
         draw_band(axes, cohort, height, clients=clients)
         few, middle = told_by_few(cohort, clients), height.of(canvas.numbers(cohort.median))
-        scarce = bool(few.size and few.all())  # never enough of them for a band
+        scarce = bool(few.size and few.all())  # never enough for a band
         known = np.flatnonzero(np.isfinite(middle))
         whose = "clients" if known.size and few[known[-1]] else "median client"
         ends += end_of(whose, OTHERS, cohort.rounds, middle)

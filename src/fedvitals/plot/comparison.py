@@ -18,7 +18,7 @@ from fedvitals.views.comparison.page import ComparePage, Picture, compare_page
 from fedvitals.views.comparison.runs import grouped
 from fedvitals.views.run_figures import Figures, figures_of
 
-MOST = 6  # runs on one axis; more would be spaghetti
+MOST = 6  # runs on one axis; more would be unreadable
 TITLE_CHARACTERS = 36  # characters over a panel of half the width
 
 

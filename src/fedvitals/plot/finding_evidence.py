@@ -87,7 +87,7 @@ def _draw(axes: Any, plot: Plot) -> None:
 
 
 def _seen(axes: Any, evidence: Evidence, case: Case) -> None:
-    """The rounds in which it was found, as marks on the axis; the stretch since it began, shaded."""
+    """Mark the rounds in which it was found on the axis, and shade the time since it began."""
     colour, shape = SEVERITY.get(case.severity, SEVERITY["note"])
     if evidence.since is not None and evidence.seen:
         axes.axvspan(evidence.since - 0.5, max(evidence.seen) + 0.5, color=colour, alpha=0.07, linewidth=0, zorder=0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient through the layers of the model, and the gradient scale coefficient of one run or several.
 
-The paper (Bogacka et al. 2024) does not say whether its «average gradient per layer» is signed: both are shown. Of the
-gradient scale it leaves two readings open; both are stored, and every picture says which it shows.
+The paper (Bogacka et al. 2024) does not say whether its «average gradient per layer» is signed: both are shown. It
+allows two readings of the gradient scale; both are stored, and every picture says which it shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Band, Numbers, band
 
-NAMED = 24  # layers whose names stand under the axis
+NAMED = 24  # layers named below the axis
 MOST_LINES = 8
 
 

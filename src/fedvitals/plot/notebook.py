@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure that a notebook shows by itself; matplotlib's own figures need pyplot for that."""
+"""A figure that a notebook displays by itself; matplotlib's own figures need pyplot for that."""
 
 from __future__ import annotations
 

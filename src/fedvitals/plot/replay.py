@@ -5,8 +5,8 @@
     with fv.open_replay("RUN") as r:
         draw(r.show("gradient conv1"), "gradient.svg")
 
-A file is PNG, SVG, PDF, or HTML: a page of its own with the picture and, folded below it, its numbers. No script is in
-it, nor anything from elsewhere.
+A file is PNG, SVG, PDF, or HTML: a page with the picture and, folded below it, its numbers. It contains no script and
+loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fedvitals.views.units import number
 
 FILES = ("png", "svg", "pdf", "html")
 BARS = 40  # rows of a table that are drawn
-LINES = 8  # more are no picture any more: the others are one band
+LINES = 8  # with more, the others are drawn as one band
 LISTED = 1000  # rows below the picture of a page
 
 
 def draw(shown: DebuggerOutput, path: str | Path | None = None) -> Figure:
-    """Return the picture of what is shown, and write it to `path` if there is one; its suffix chooses the format."""
+    """Return a picture of the output, and write it to `path` if given; its suffix determines the format."""
     kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
     if path is not None and kind not in FILES:
         raise ConfigError(f"A picture is a file that ends in {', '.join(FILES)}; got '{path}'.")
@@ -61,7 +61,7 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     if known is None or not known.counts:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
     picture, axes = panel(2.3)
-    if len(known.counts) == 1:  # one value only
+    if len(known.counts) == 1:  # a single value
         axes.bar([known.edges[0]], known.counts, color=COLOURS[0], width=max(abs(known.edges[0]) * 0.02, 1e-3))
     else:
         axes.bar(known.edges[:-1], known.counts, np.diff(known.edges), align="edge", color=COLOURS[0], linewidth=0)
@@ -107,7 +107,7 @@ def _lines(shown: DebuggerOutput) -> Figure:
 
 
 def _whole_steps(axes: Any, places: Sequence[float]) -> None:
-    """Of rounds and steps there are no halves."""
+    """Show integer ticks only, for rounds and steps."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
 
     if all(float(place).is_integer() for place in places):
@@ -140,7 +140,7 @@ def _bars(shown: DebuggerOutput) -> Figure:
 
 
 def _number_column(shown: DebuggerOutput) -> int | None:
-    """The first column of numbers that is not the rows' own number; whole numbers only where there is nothing else."""
+    """Return the first column of numbers that is not the row number; of integers only if there is nothing else."""
     columns = [
         i
         for i in range(len(shown.columns))

@@ -18,7 +18,7 @@ from fedvitals.views.phases import phases as phases_of
 from fedvitals.views.units import seconds, size
 
 POINTS = 200
-TALL = 4.0  # times the usual round: what is longer is cut off, and told
+TALL = 4.0  # times the usual round: longer ones are cut off, with a note
 
 
 @drawn

@@ -77,7 +77,7 @@ def draw_waterfall(page: RoundPage) -> Figure:
 
 
 def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches that follow each other as one."""
+    """Merge periods that follow each other."""
     joined: list[tuple[float, float]] = []
     for start, seconds in bars:
         if joined and start - sum(joined[-1]) <= 1e-9 + 1e-3 * seconds:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps values to heights on an axis (0 of a log axis is a level of its own), and puts names at the ends of lines."""
+"""Maps values to heights on an axis (0 on a log axis has its own level), and puts names at the ends of lines."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def power(exponent: int) -> str:
 
 
 def end_of(name: str, colour: str, places: Sequence[float], heights: Floats) -> list[End]:
-    """Return where a line stops, for its name; nothing where there is no line."""
+    """Return where a line ends, for its name; empty without a line."""
     finite = np.flatnonzero(np.isfinite(heights))
     return [(name, colour, float(places[finite[-1]]), float(heights[finite[-1]]))] if finite.size else []
 
 
 def label_ends(axes: Any, ends: Sequence[End]) -> None:
-    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line.
+    """Write each line's name at its end, moved apart where names would overlap, with a hairline to the line.
 
-    A line that stops early has its name where it stops.
+    The name of a line that ends early is at its end.
     """
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[3])

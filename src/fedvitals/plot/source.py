@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the run that a picture is of: a name or id in a store, or a run of a store that is open already."""
+"""Finds the run to draw: a name or id in a store, or a run of a store that is already open."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
 
 
 def check_sign(reader: Reader, run: str, sign: str) -> None:
-    """Raise ConfigError for a sign that the run does not have; a run without any sign is only empty."""
+    """Raise ConfigError for a sign that the run does not have; a run without any sign is merely empty."""
     known = queries.metric_names(reader, run)
     if known and sign not in known:
         raise ConfigError(unknown("vital sign of this run", sign, known))

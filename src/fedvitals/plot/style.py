@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common look of all pictures: colours that colour-blind readers can tell apart, hairlines, plain text.
 
-Loads without matplotlib: what a page or a trial needs of colours must not need an extra.
+Can be imported without matplotlib: using the colours in a page or a trial must not need an extra.
 """
 
 from __future__ import annotations

@@ -20,20 +20,20 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def svg_of(figure: Figure, title: str, key: str) -> str:
-    """Return the figure as SVG with a title for screen readers. `key` keeps its ids apart from other figures'."""
+    """Return the figure as SVG with a title for screen readers. `key` keeps its ids distinct from other figures'."""
     import matplotlib as mpl  # noqa: PLC0415 - an extra; a figure is there, so this is, too
 
     from fedvitals.plot.canvas import in_style  # noqa: PLC0415
 
     buffer = io.StringIO()
     with in_style(), mpl.rc_context({"svg.hashsalt": key}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a letter that our font lacks: the reader's browser has it
+        warnings.simplefilter("ignore", UserWarning)  # a character that our font lacks: the reader's browser has it
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, facecolor="none", edgecolor="none")
     return apart(tidied(buffer.getvalue(), title), key)
 
 
 def apart(svg: str, key: str) -> str:
-    """Add the key to every id that is left, and to the references to it."""
+    """Add the key to every remaining id, and to the references to it."""
     names = set(re.findall(r' id="([^"]+)"', svg))
     for name in sorted(names, key=len, reverse=True):
         for before, after in ((f'id="{name}"', f'id="{key}-{name}"'), (f'href="#{name}"', f'href="#{key}-{name}"')):
@@ -45,14 +45,14 @@ def apart(svg: str, key: str) -> str:
 def for_page(svg: str) -> str:
     """Return the picture for a page of any background: no white behind it, ink in the text's colour.
 
-    Colours that differ on dark paper become custom properties, which `dark_style` sets.
+    Colours that differ in dark mode become custom properties, which `dark_style` sets.
     """
     svg = re.sub(r'<rect class="paper"[^>]*/>', "", svg).replace(INK, "currentColor")
     return _ON_LIGHT.sub(lambda colour: f"var({_property(colour[0])},{colour[0]})", svg)
 
 
 def dark_style() -> str:
-    """Return the declarations that give pictures of a page their colours on dark paper."""
+    """Return the declarations that give pictures on a page their colours in dark mode."""
     return "".join(f"{_property(light)}:{dark};" for light, dark in ON_DARK.items())
 
 

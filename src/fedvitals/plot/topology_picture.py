@@ -14,8 +14,8 @@ from fedvitals.views.topology import PlacedNode, TopologyPage, topology_page
 from fedvitals.views.units import size
 
 Place = tuple[float, float]
-NAMED = 40  # nodes with a name each; of more, servers, groups and whoever is ill
-WIDEST = 3.0  # points, of the edge with the most bytes
+NAMED = 40  # nodes that are all named; with more, only servers, groups and unhealthy nodes
+WIDEST = 3.0  # points, for the edge with the most bytes
 
 
 @drawn
@@ -93,7 +93,7 @@ def places_of(page: TopologyPage) -> dict[str, Place]:
     if not groups:
         return places
     middles = _circle(groups, (0.0, 0.0), 1.0 if not alone else 1.8)
-    # No two neighbouring circles of clients touch.
+    # No two neighbouring circles of clients may touch.
     reach = 0.42 if len(groups) < 3 else min(0.42, 0.9 * math.sin(math.pi / len(groups)))
     for group, middle in middles.items():
         members = [node.name for node in leaves if node.group == group]

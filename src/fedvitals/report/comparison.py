@@ -85,7 +85,7 @@ def _rows(page: ComparePage) -> Table:
 
 
 def _change(change: PageChange | None, row: PageRow) -> str:
-    """In points of a share, in percent, or by itself; with half of its interval where there is one."""
+    """Return the change in percentage points, percent, or its unit, with half of its interval if there is one."""
     if change is None or change.difference is None:
         return "–"
     if not change.difference:

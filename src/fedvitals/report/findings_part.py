@@ -27,10 +27,10 @@ from fedvitals.views.profile import Profile
 from fedvitals.views.units import number, seconds, whole_percent, with_unit
 from fedvitals.views.verdict import Verdict
 
-SHOWN = 3  # cases with their evidence before the appendix
-FULL = 8  # cases with evidence and advice; the others are lines of a table
+SHOWN = 3  # cases shown with their evidence before the appendix
+FULL = 8  # cases with evidence and advice; the others are rows of a table
 LISTED = 60
-ADVICE = 5  # cases whose first remedy stands among what to do
+ADVICE = 5  # cases whose first remedy is listed under what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
 STATES = {
@@ -143,7 +143,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
     brief = finding.case
     state = " · muted" if brief.muted else " · acknowledged" if brief.acknowledged else ""
     exact = ", an exact test" if finding.exact else ""
-    # A name for files and ids: a key may contain any character.
+    # A name for files and ids, since a key may contain any character.
     name = "".join(c if c.isascii() and c.isalnum() else "-" for c in brief.key)[:40].strip("-").lower() or "case"
     facts = (
         ("issue", literal(brief.issue)),
@@ -199,7 +199,7 @@ def marked(severity: str) -> str:
 
 
 def _ratio(row: NumberRow) -> str:
-    """What was divided by what, where the number is no sign by itself."""
+    """Return what was divided by what, if the number is a ratio without a meaning of its own."""
     what = row.compared_as.removeprefix("log").removeprefix(" of ").strip()
     return f" ({literal(what)})" if what and row.compared_as.startswith("log") else ""
 

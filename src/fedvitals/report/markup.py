@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages made of blocks, written as Markdown with pictures beside it or as one self-contained HTML file.
 
-Text has three marks, as in Markdown: `code`, **strong** and a backslash before what shall only be itself. What comes
-from records goes through `literal`, so that no name is ever markup, in either form.
+Text has three marks, as in Markdown: `code`, **strong** and a backslash that escapes the next character. Text from
+records goes through `literal`, so that no name is ever markup, in either form.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Picture:
 
     svg: str
     file: str  # relative to the page
-    words: str  # for who cannot see it
+    words: str  # description for readers who cannot see it
     caption: str = ""
 
 
@@ -76,7 +76,7 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    numbers: frozenset[int] = field(default_factory=frozenset)  # columns that are read from the right
+    numbers: frozenset[int] = field(default_factory=frozenset)  # right-aligned columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Folded:
 
 Block = Heading | Text | Points | Code | Picture | Table | Facts | Card | Folded
 
-WHOLE = 12  # rows of a table that a page's end does not tear apart
+WHOLE = 12  # rows of a table that is not split across pages
 _MARKS = re.compile(r"([\\`*_\[\]<>#~$&!])")
 _ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
 _TOKENS = re.compile(r"\\[!-/:-@\[-`{-~]|`[^`]+`|\*\*(?:[^*\\]|\\.)+\*\*|<br>", re.DOTALL)
@@ -116,7 +116,7 @@ def literal(text: object, longest: int = 0) -> str:
     clean = "".join(c if c.isprintable() else "?" for c in str(text))
     if longest and len(clean) > longest:
         clean = f"{clean[: longest - 1]}…"
-    # A line of Markdown that begins so would be a list or a quotation.
+    # At the beginning of a line, Markdown would make it a list or a quotation.
     clean = _MARKS.sub(r"\\\1", clean)
     return re.sub(r"^(\s*\d*)([-+.)])(?=\s)", r"\1\\\2", clean)
 
@@ -163,7 +163,7 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
 
 
 def page(blocks: Sequence[Block], title: str, *, foot: str = "", unfolded: bool = False) -> str:
-    """Return one HTML file with pictures and style inside it, without scripts, light or dark, fit for paper.
+    """Return one HTML file with pictures and style inside it, without scripts, light or dark, ready for printing.
 
     `unfolded`: with all folded parts open, for a printer.
     """
@@ -188,7 +188,7 @@ def page(blocks: Sequence[Block], title: str, *, foot: str = "", unfolded: bool 
 
 
 class _Anchors:
-    """A name for each heading that no other has."""
+    """Creates a unique name for each heading."""
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
@@ -206,7 +206,7 @@ def _title(block: Heading | Folded) -> str:
 
 
 def _sections(named: Sequence[tuple[Block, str]]) -> Iterable[str]:
-    """Each second heading with what follows it, up to the next."""
+    """Yield each level-2 heading with what follows it, up to the next."""
     opened = False
     for block, anchor in named:
         if isinstance(block, Heading) and block.level == 2:
@@ -291,10 +291,10 @@ def words_of(text: str) -> str:
     return _ESCAPED.sub(r"\1", re.sub(r"(?<!\\)[`*]", "", text))
 
 
-# The style of a page: light or dark as the reader's system, and whole figures on paper.
+# The style of a page: light or dark as set on the reader's system, with figures not split on paper.
 
 
-# Nothing may be loaded and nothing may run: pictures are in the page, so are their colours, and there is no script.
+# Nothing may be loaded and nothing may run: pictures are in the page, their colours too, and there is no script.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 COLOURS = ("ink", "ink-2", "paper", "line", "note", "warning", "critical", "ok", "unjudged")
@@ -354,7 +354,7 @@ PAGE = (
 
 
 class Pictures:
-    """Draws pictures and gives each a name of its own, which its ids and files use."""
+    """Draws pictures and gives each a unique name, which its ids and files use."""
 
     def __init__(self, folder: str = "figures") -> None:
         self.folder = folder

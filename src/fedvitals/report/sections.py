@@ -46,7 +46,7 @@ def learning_picture(reader: Reader, run: str, pictures: Pictures) -> Block:
 
 
 def signs_part(reader: Reader, run: str, card: HealthCard) -> Folded | None:
-    """Return the vital signs as a table; None where there are none."""
+    """Return the vital signs as a table; None if there are none."""
     rows = tuple(
         (literal(metric_title(sign.name)), _of(reader, run, sign),
          *(with_unit(value, sign.unit) for value in _trend(sign.values)))
@@ -58,7 +58,7 @@ def signs_part(reader: Reader, run: str, card: HealthCard) -> Folded | None:
 
 
 def _of(reader: Reader, run: str, sign: Sign) -> str:
-    """Whose values; of a median, of how many clients: one client's value is no middle of many."""
+    """Return whose values they are; for a median also of how many clients, since few clients make a poor median."""
     matrix = metric_matrix(reader, run, sign.name) if sign.of == "median client" else None
     counts = [int(count) for count in (() if matrix is None else matrix.band().count) if count]
     if not counts:
@@ -98,7 +98,7 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> Folded:
 
 
 def adapters_part(reader: Reader, run: str, pictures: Pictures) -> Folded | None:
-    """Return the section on low-rank adapters and the clients' texts; None where there are none."""
+    """Return the section on low-rank adapters and the clients' texts; None if there are none."""
     blocks: list[Block] = []
     known = set(queries.metric_names(reader, run))
     if "adapter.effective_rank" in known:
@@ -175,7 +175,7 @@ LANES, COST_ROWS = 30, 8
 
 
 def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> Folded:
-    """Return the section on what the rounds took."""
+    """Return the section on the costs of the rounds."""
     blocks: list[Block] = []
     if profile.verdict is None:
         blocks.append(Text("No round was timed."))
@@ -202,7 +202,7 @@ def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) ->
 
 
 def _round(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> list[Block]:
-    """The round that is most worth a look: the longest that is no warm-up."""
+    """Return the round that is most worth a look: the longest except for the warm-up."""
     verdict = profile.verdict
     warm = verdict.warm_up.round if verdict is not None and verdict.warm_up is not None else None
     times = [time for time in profile.times if time.round != warm] or list(profile.times)
@@ -315,7 +315,7 @@ def configuration_part(card: HealthCard) -> Folded:
 
 
 def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> Folded:
-    """Return what the judgement rests on, and what was not examined."""
+    """Return what the judgement is based on, and what was not examined."""
     facts = facts_of(reader, run)
     alarms = facts.false_alarms * facts.rounds / 100
     level, allowed = card.privacy.split(": ", 1)

@@ -16,7 +16,7 @@ LONGEST = 120  # characters of a value
 
 
 def flat(name: str, value: Any) -> dict[str, Any]:
-    """Return one setting as one or several without parts («faults.0.kind»); a list of plain values stays one."""
+    """Return a setting as one or several without parts («faults.0.kind»); a list of plain values stays one setting."""
     if isinstance(value, Mapping) and value:
         parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, list | tuple) and any(isinstance(part, Mapping | list | tuple) for part in value):
@@ -43,7 +43,7 @@ def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> tu
     defaults: dict[str, tuple[bool, ...]] = {}
     for setting in all_settings(groups):
         if setting.name == "model":
-            continue  # a line for each layer instead
+            continue  # shown as a line for each layer instead
         defaults[setting.name] = setting.defaults
         for table, value in zip(tables, setting.values, strict=True):
             table.update(flat(setting.name, value))
@@ -70,7 +70,7 @@ def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> tu
 
 
 def _values(values: Sequence[Any], defaults: Sequence[bool]) -> list[str]:
-    """«10 (default)», «8»."""
+    """Return values such as «10 (default)», «8»."""
     known = defaults or [False] * len(values)
     return [f"{readable(value)}{' (default)' * default}" for value, default in zip(values, known, strict=True)]
 
@@ -81,7 +81,7 @@ def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -
 
 
 def _model(run: Run) -> dict[str, str]:
-    """How large it is, and the shape of each layer."""
+    """Return the size of the model, and the shape of each layer."""
     layers = [layer for table in run.tables if table.rows == "parameter" for layer in table.layers]
     if not layers:
         return {}

@@ -22,7 +22,7 @@ from fedvitals.views.profile import profile_of
 from fedvitals.views.verdict import Verdict
 
 FORMATS = (".html", ".pdf", ".md")
-OURS = b"Written by fedvitals"  # stands in every report, and says that it may be written over
+OURS = b"Written by fedvitals"  # contained in every report, marks it as a file that may be overwritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         beside = tuple(_beside(target, blocks))
     else:
         html = html_of(blocks, unfolded=kind == ".pdf")
-        # Behind a PDF's end, comments are allowed: by it we know our own again.
+        # Comments are allowed after a PDF's end: they identify our own files.
         data = html.encode() if kind == ".html" else pdf_of(html) + b"\n% " + OURS + b"\n"
     target.write_bytes(data)
     return WrittenReport(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at single operators: torch's own profiler, over a few steps of a few clients, and never over a whole run.
+"""Records single operators with torch's profiler, over a few steps of a few clients, never over a whole run.
 
     Monitor("runs.db", capture=Capture(rounds=(3,), nodes=("c7",), steps=(5, 10)))
 
-It records from before the sixth step's forward pass to before the eleventh's. What remains are the operators that took
-most, by their own time and memory, as the event `profile.operators`; the trace itself is not kept. While it records,
-steps take longer: their times are not those of other rounds. Results of the training are the same.
+It records from before the sixth step's forward pass to before the eleventh's. The result is the operators that took
+most time or memory of their own, as the event `profile.operators`; the trace itself is not kept. While it records,
+steps take longer: their times are not comparable with those of other rounds. The training's results are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedvitals.records import AnyName, node_name
 OPERATORS = "profile.operators"
 MOST_STEPS = 20
 MOST_CLIENT_ROUNDS = 20
-TOP = 20  # operators that are told
+TOP = 20  # operators that are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Capture:
 
     rounds: tuple[int, ...] = (1,)
     nodes: tuple[AnyName, ...] = ()
-    steps: tuple[int, int] = (2, 7)  # the first steps of a client pay for what is set up once
+    steps: tuple[int, int] = (2, 7)  # a client's first steps include one-time setup
 
     def __post_init__(self) -> None:
         numbers = [*self.rounds, *self.steps]
@@ -52,7 +52,7 @@ class Capture:
 
 
 class Captures:
-    """Of one process: decides which client is recorded, and how many more may be."""
+    """Decides, for one process, which client is recorded, and how many more may be."""
 
     def __init__(self, wanted: Capture | None) -> None:
         self._wanted = wanted
@@ -61,7 +61,7 @@ class Captures:
     def begin(
         self, node: str, round_index: int | None, model: Any, report: Callable[[Exception, str], None]
     ) -> Recording | None:
-        """Return a recording of this client, to be closed with it; None where it is not to be recorded."""
+        """Return a recording of this client, to be closed with it; None if it is not to be recorded."""
         wanted = self._wanted
         if wanted is None or round_index not in wanted.rounds or not self._left:
             return None
@@ -72,7 +72,9 @@ class Captures:
 
 
 class Recording:
-    """Of one client: begins and ends by itself at the forward passes of the chosen steps, or with the client."""
+    """The recording of one client: starts and stops by itself at the forward passes of the chosen steps, or with the
+    client.
+    """
 
     def __init__(self, model: Any, steps: tuple[int, int], report: Callable[[Exception, str], None]) -> None:
         self._first, self._last = steps
@@ -84,7 +86,7 @@ class Recording:
         self._handle = model.register_forward_pre_hook(self._forward)
 
     def _forward(self, _model: Any, _inputs: Any) -> None:
-        import torch  # noqa: PLC0415 - what is told is read without it
+        import torch  # noqa: PLC0415 - reading recorded events does not need it
 
         if not torch.is_grad_enabled():
             return
@@ -96,14 +98,14 @@ class Recording:
                 self._running = True
             elif self._forwards == self._last:
                 self._stop()
-        except Exception as error:  # noqa: BLE001 - somebody else may be profiling; the training goes on
+        except Exception as error:  # noqa: BLE001 - another profiler may be active; the training goes on
             self._profiler, self._running = None, False
             self._report(error, "recording operators")
         self._forwards += 1
 
     def _refuse_company(self, autograd: Any) -> None:
-        """torch has one profiler at a time, and ours would end the user's."""
-        if autograd._profiler_enabled():  # noqa: SLF001 - torch tells it nowhere else
+        """Raise ConfigError if another profiler is active: torch has one at a time, and ours would end the user's."""
+        if autograd._profiler_enabled():  # noqa: SLF001 - torch offers no public way to ask
             raise ConfigError("Another profiler is at work: operators are not recorded of this client.")
 
     def _stop(self) -> None:
@@ -114,13 +116,13 @@ class Recording:
         self._handle.remove()
 
     def close(self) -> None:
-        """Nothing is recorded any more. A second call does nothing."""
+        """Stop recording. A second call does nothing."""
         self._handle.remove()
         if self._running:
             self._stop()
 
     def finish(self) -> tuple[str, dict[str, Any]] | None:
-        """Words and data of the event `profile.operators`; None if no step was recorded."""
+        """Return text and data of the event `profile.operators`; None if no step was recorded."""
         self.close()
         if self._profiler is None or self._recorded < 1:
             return None
@@ -134,7 +136,7 @@ class Recording:
 
 
 def ranked(averages: Any, top: int = TOP) -> list[dict[str, Any]]:
-    """The operators that took most of their own time, and those that took most memory, as plain rows."""
+    """Return the operators with the most time of their own, and those with the most memory, as plain rows."""
     rows = [
         {
             "name": str(operator.key)[:100],

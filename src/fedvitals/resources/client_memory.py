@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's memory in one round: what the process grew by, what the device held at most, and what it is made of.
+"""A client's memory in one round: the growth of the process, the peak on the device, and what the memory consists of.
 
-The shares (model, gradients, ...) hardly ever change. They are told in a client's first round, when they have changed,
-and every hundred rounds, and looked up every tenth: that is a tenth of the cost, of measuring and of storing.
+The shares (model, gradients, ...) hardly ever change. They are reported in a client's first round, after a change, and
+every hundred rounds, and measured every tenth: a tenth of the cost, of measuring and of storing.
 
-On CUDA the allocator's own statistics tell the peak. They are set back when a client begins, if its model lies there:
-whoever reads `torch.cuda.max_memory_allocated` himself sees the peak since then. What a captured graph uses while it is
-replayed was allocated when it was captured: of that the reserved memory tells, the allocated may not.
+On CUDA the allocator's own statistics give the peak. They are reset when a client begins, if its model is there: a user
+who reads `torch.cuda.max_memory_allocated` sees the peak since then. What a captured graph uses during its replay was
+allocated when it was captured: the reserved memory includes it, the allocated memory may not.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fedvitals.resources.seen_tensors import ClientTensors
 from fedvitals.resources.tensors import StepWatch, shares
 
 LOOK_EVERY = 10  # rounds
-HEAP_SHARE = 1 / 1000  # of the time, for asking what the heap holds
-TELL_EVERY = 100  # rounds, at the latest: detectors do not look back for ever
+HEAP_SHARE = 1 / 1000  # of the time, for measuring the heap in use
+TELL_EVERY = 100  # rounds, at the latest: detectors only look back a limited number of rounds
 
 
 @dataclass(slots=True)
 class OpenMemory:
-    """Of a client that trains now."""
+    """The memory measurement of a client that is training now."""
 
     model: Any
     began: int | None  # resident bytes; None: not alone in its process
-    number: int  # how many clients had begun here, with this one
+    number: int  # how many clients had begun here, including this one
     steps: StepWatch
-    device: Any = None  # of CUDA, if the model lay there
-    heap: int | None = None  # in use as it began; only while the process is suspected of a leak
-    sights: ClientTensors | None = None  # the same
+    device: Any = None  # the CUDA device, if the model is on one
+    heap: int | None = None  # bytes in use at its beginning; only while the process is suspected of a leak
+    sights: ClientTensors | None = None  # likewise
     closed: bool = False
 
 
@@ -52,17 +52,17 @@ class _LastMetrics:
 
 
 class _Turns:
-    """Whose heap is asked for: walking through it may take as long as a local step, so that clients take turns."""
+    """Decides whose heap is measured: walking through it may take as long as a local step, so clients take turns."""
 
     def __init__(self) -> None:
-        self._cost = 0.0  # seconds, of one question
+        self._cost = 0.0  # seconds of one measurement
         self._began = time.perf_counter()
         self._spent = 0.0
         self._times: dict[str, int] = {}
         self._all_times = 0
 
     def due(self, node: str) -> bool:
-        """Whether it is this client's turn, and what was spent is little enough of all the time so far."""
+        """Whether it is this client's turn, and the time spent so far is a small enough share of all the time."""
         times = self._times.setdefault(node, 0)
         dear = self._spent + 2 * self._cost > HEAP_SHARE * (time.perf_counter() - self._began)
         if dear or times * len(self._times) > self._all_times:
@@ -72,7 +72,7 @@ class _Turns:
         return True
 
     def timed(self, ask: Callable[[], int | None]) -> int:
-        """The answer; and what it took, as was taken at the client's begin."""
+        """Return the answer of `ask`, and count its cost twice, for the client's beginning and end."""
         began = time.perf_counter()
         answer = ask() or 0
         self._cost = time.perf_counter() - began
@@ -81,7 +81,7 @@ class _Turns:
 
 
 class ClientMemory:
-    """Of one process and one run."""
+    """Measures the memory of clients in one process and one run."""
 
     def __init__(self) -> None:
         self._activations: dict[Any, int] = {}  # bytes, by model and shape of its input
@@ -95,9 +95,9 @@ class ClientMemory:
     def begin(
         self, model: Any, parameters: Sequence[Any], node: str = "", round_index: int | None = None
     ) -> OpenMemory:
-        """Begin to watch a client's memory. Returns what `end` and `close` need."""
+        """Begin to measure a client's memory. Returns what `end` and `close` need."""
         device = _cuda_device(parameters)
-        if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
+        if device is not None and not self._open:  # another client's training must not lose its peak
             torch.cuda.reset_peak_memory_stats(device)
         steps = StepWatch(self._activations, model, sum(p.numel() for p in parameters if p.requires_grad))
         with self._lock:
@@ -109,7 +109,7 @@ class ClientMemory:
             return OpenMemory(model, resident_bytes() if alone else None, self._begun, steps, device, heap, sights)
 
     def close(self, opened: OpenMemory) -> None:
-        """Nothing of ours stays on the model. A second call does nothing."""
+        """Remove our hooks from the model. A second call does nothing."""
         if not opened.closed:
             opened.closed = True
             opened.steps.remove()
@@ -128,7 +128,7 @@ class ClientMemory:
         *,
         failed: bool,
     ) -> dict[str, float]:
-        """Its metrics. `telemetry`: gives the bytes that we hold ourselves."""
+        """Return the client's metrics. `telemetry`: returns the number of bytes that fedvitals itself holds."""
         self.close(opened)
         metrics: dict[str, float] = {}
         resident = resident_bytes()
@@ -142,18 +142,18 @@ class ClientMemory:
         return metrics | self._shares(opened, node, round_index or 0, optimizers, telemetry, failed=failed)
 
     def begin_stack(self, states: Any) -> Any:
-        """The GPU on which clients train as one batch, from whose peak on all is theirs; None if it is none."""
+        """Reset the peak of the GPU on which clients train as one batch, and return the GPU; None if there is none."""
         device = _cuda_device([states])
         if device is not None and not self._open:
             torch.cuda.reset_peak_memory_stats(device)
         return device
 
     def end_stack(self, device: Any, clients: int) -> dict[str, float]:
-        """What each of them took there at most: its share of the stack's peak. Nobody waits for the device."""
+        """Return each client's peak there: its share of the stack's peak. Does not wait for the device."""
         return {name: peak / max(1, clients) for name, peak in _peaks(device).items()}
 
     def grown(self, round_index: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:
-        """Words and data of the event `memory.census`, if the process grows and it is time for one."""
+        """Return text and data of the event `memory.census`, if the process grows and a census is due."""
         with self._lock:
             census = None if resident is None else self._leak.note(round_index, int(resident))
         return None if census is None else (in_words(census), census)
@@ -192,19 +192,20 @@ class ClientMemory:
 
 
 def _steady(metrics: dict[str, float]) -> dict[str, float]:
-    """Without what differs a little each time: what we hold ourselves depends on who trained before."""
+    """Return the metrics that do not vary a little each time, as our own memory does with who trained before."""
     return {name: value for name, value in metrics.items() if name not in ("memory.telemetry", "memory.tensors")}
 
 
 def _cuda_device(parameters: Sequence[Any]) -> Any:
-    """Where a model lies, if that is a GPU of CUDA. Asks the model, and never CUDA: that would begin to use it."""
+    """Return the CUDA device of a model, if it is on one. Asks the model, never CUDA, which would initialise it."""
     return parameters[0].device if parameters and parameters[0].is_cuda else None
 
 
 def _peaks(device: Any) -> dict[str, float]:
-    """Of a GPU, since its statistics were set back."""
+    """Return a GPU's peak values since its statistics were reset."""
     if device is None:
         return {}
-    statistics = torch.cuda.memory_stats_as_nested_dict(device)  # once: torch's own functions ask anew for each number
+    # once: torch's own functions query again for each number
+    statistics = torch.cuda.memory_stats_as_nested_dict(device)
     allocated, reserved = (statistics.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
     return {"memory.cuda_allocated": allocated.get("peak", 0), "memory.cuda_reserved": reserved.get("peak", 0)}

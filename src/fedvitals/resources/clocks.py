@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two clocks: by how much another machine's is ahead, and how sure that is, from the four times of each exchange.
+"""Estimates by how much another machine's clock is ahead, with bounds, from the four times of each exchange.
 
     server   sent ─────────────────────────────── returned
     client          received ──────── replied
 
-No message arrives before it is sent: so each exchange bounds the offset θ of the client's clock,
+No message arrives before it is sent, so each exchange bounds the offset θ of the client's clock,
 
     replied − returned ≤ θ ≤ received − sent,
 
 and all exchanges together bound it by the narrowest (NTP's minimum filter, as an interval). Within the bounds no
-duration is negative, whatever θ is taken. Taken is 0 where it is possible: two machines that keep time by NTP differ by
-less than a slow upload does from a fast download, which is what the middle (NTP's own choice) would mistake for an
-offset. Where 0 is impossible the middle is taken.
+duration is negative, whatever θ is assumed. The estimate is 0 where that is possible: two machines that keep time by
+NTP differ by less than a slow upload from a fast download, which the middle (NTP's own choice) would mistake for an
+offset. Where 0 is impossible, the middle is used.
 
 Clocks drift: bounds widen with the time since they were measured. A client whose clock runs fast may seem to have
-worked longer than it was away; then θ went from the one bound to the other meanwhile, and lies between them.
+worked longer than it was away; then θ moved from one bound to the other in that time, and lies between them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from fedvitals.errors import RecordError
 
 LATEST = 4.1e9  # seconds since the epoch: until the year 2099
-DRIFT = 100e-6  # seconds per second that a bad quartz goes wrong
-SLACK = 1.0  # seconds beyond drift that a client may seem to have worked longer than it was away: NTP corrects clocks
+DRIFT = 100e-6  # seconds per second that a bad quartz deviates
+# Seconds beyond drift by which a client may seem to have worked longer than it was away: NTP corrects clocks
+SLACK = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +40,23 @@ class Offset:
 
     @property
     def seconds(self) -> float:
-        """What is taken for the offset."""
+        """The estimate of the offset."""
         if self.low <= 0 <= self.high or math.isinf(self.high - self.low):
             return min(max(0.0, self.low), self.high)
         return (self.low + self.high) / 2
 
     @property
     def error(self) -> float:
-        """By how much it may be wrong at most."""
+        """The largest possible error of the estimate."""
         return max(self.high - self.seconds, self.seconds - self.low)
 
     @property
     def beyond_doubt(self) -> float:
-        """By how much the clock is wrong at least, with its sign; 0 where it may be right."""
+        """The smallest possible error of the client's clock, with its sign; 0 if it may be right."""
         return self.low if self.low > 0 else min(self.high, 0.0)
 
     def learn(self, sent: float, received: float, replied: float, returned: float) -> Offset:
-        """What is known after one more exchange. What contradicts all before is a clock that was set: begin anew."""
+        """Return the offset after one more exchange. If it contradicts all before, the clock was set: begin again."""
         _check(sent, received, replied, returned)
         low, high = sorted((replied - returned, received - sent))
         wider = DRIFT * abs(returned - self.at)
@@ -64,9 +65,9 @@ class Offset:
 
 
 def why_impossible(sent: float, received: float, replied: float, returned: float) -> str | None:
-    """Return why the client's two times cannot be, given the server's; None if they can.
+    """Return why the client's two times are impossible, given the server's; None if they are possible.
 
-    That happens to an honest client whose clock was set while it worked.
+    An honest client can report impossible times if its clock was set while it worked.
     """
     worked, away = replied - received, returned - sent
     if worked < 0:
@@ -77,7 +78,7 @@ def why_impossible(sent: float, received: float, replied: float, returned: float
 
 
 def worked_interval(sent: float, received: float, replied: float, returned: float) -> tuple[float, float]:
-    """Return when a client worked, within what the server saw: all of that where the client's times cannot be."""
+    """Return when a client worked, within what the server saw; all of that if the client's times are impossible."""
     if why_impossible(sent, received, replied, returned) is not None:
         return sent, returned
     seconds = min(replied - received, returned - sent)

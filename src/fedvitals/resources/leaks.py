@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that grows from round to round, and which tensors it is made of.
+"""Detects memory that grows from round to round, and which tensors it consists of.
 
-A process whose resident memory keeps rising after its first rounds is suspected, no more: caches fill, too. From then
+A process whose resident memory keeps rising after its first rounds is only suspected, since caches fill, too. From then
 on the tensors that the clients' hooks see are recorded by weak references (`resources.seen_tensors`). Some rounds
-later, those that are still alive are counted by kind, shape and type, and the result is the event `memory.census`.
-Where none of them has piled up, the event says that the growth is outside of what was seen. The heap in use, which the
-C library counts, tells growth from fragmentation there. Whether it is a leak is for a detector to say
+later, those still alive are counted by kind, shape and type, and the result is the event `memory.census`. If none of
+them has piled up, the event says that the growth is outside of what was seen. In that case, the heap in use, as counted
+by the C library, distinguishes growth from fragmentation. Whether it is a leak is decided by a detector
 (`diagnosis.detectors.memory`), which sees all rounds.
 
-Everything here is decided by counts of rounds and bytes, never by elapsed time: a busy machine reports the same.
+Everything here depends on counts of rounds and bytes, never on elapsed time: a busy machine reports the same.
 """
 
 from __future__ import annotations
@@ -27,47 +27,48 @@ from fedvitals.resources.seen_tensors import GRAPHS_MEASURED, ClientTensors, Gro
 
 CENSUS = "memory.census"
 WARM_UP = 3  # rounds in which allocators, kernels and caches settle
-BASELINE = 2  # rounds after these, whose least is compared with
+BASELINE = 2  # rounds after these, whose minimum is the reference
 SUSPICIOUS = 8 << 20  # bytes above it
-APART = 3  # rounds from the suspicion to the first census, and to the second; then twice as many each time. In as many
-# rounds from one census to the next tensors are recorded, so that a long run is hardly ever hooked.
+# Rounds from the suspicion to the first census, and to the second; then twice as many each time. Tensors are recorded
+# for as many rounds between two censuses, so that a long run is hardly ever hooked.
+APART = 3
 MOST = 8  # censuses of a process in a run
 LAPSE = 20  # rounds after which a suspicion ends, if the process has not grown by half of SUSPICIOUS since
-PILED_UP = 0.6  # of the rounds: a pile holds tensors of as many; less are things that live long
-SMALL = 0.05  # of the growth: tensors that are less are not reported, unless they have graphs
+PILED_UP = 0.6  # share of the rounds from which a pile holds tensors; with fewer, they are just long-lived
+SMALL = 0.05  # share of the growth: smaller groups of tensors are not reported, unless they have graphs
 GROUPS = 12  # reported in an event
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The round in which tensors began to be recorded, which is not a complete one."""
+    """The round in which tensors began to be recorded, which is not complete."""
 
     round_index: int
-    position: int  # among the rounds in which clients trained here
+    position: int  # its position among the rounds in which clients trained here
     collections: int  # full runs of the garbage collector until then
     heap: int | None  # bytes in use then
 
 
 class LeakWatch:
-    """Of one process and one run. `note` is told the resident memory at the end of each client."""
+    """Watches one process in one run. `note` receives the resident memory at the end of each client."""
 
     def __init__(self) -> None:
         self._rounds: list[int] = []  # in which clients trained here
-        self._lows: list[int] = []  # the least at the end of any of them: what was garbage is gone by then
-        self._usual: int | None = None  # resident bytes that growth is measured from
+        self._lows: list[int] = []  # the minimum at the end of any of them: garbage has been freed by then
+        self._usual: int | None = None  # resident bytes from which growth is measured
         self._suspicion: Suspicion | None = None
         self._due = WARM_UP + BASELINE + 1  # how many rounds must have passed
         self._taken = 0
         self._seen = SeenTensors()
         self._recorded: list[int] = []  # rounds since the suspicion in which tensors were recorded
-        self._clients = self._clients_before = 0  # of this round, of the one before
+        self._clients = self._clients_before = 0  # in this round and in the previous one
 
     @property
     def suspected(self) -> bool:
         return self._suspicion is not None
 
     def watch(self, model: Any, parameters: Sequence[Tensor], round_index: int | None) -> ClientTensors | None:
-        """Hooks that record the tensors of a client that begins; None unless it is a round for that."""
+        """Return hooks that record the tensors of a client that begins; None unless this round is to be recorded."""
         self._clients += 1
         if self._suspicion is None or self._taken >= MOST or round_index is None:
             return None
@@ -83,7 +84,7 @@ class LeakWatch:
         return ClientTensors(self._seen, model, parameters, round_index, rounds=stride, measure_graph=measure_graph)
 
     def note(self, round_index: int | None, resident: int) -> dict[str, Any] | None:
-        """The data of a census, if it is time for one and the process has grown."""
+        """Return the data of a census, if one is due and the process has grown."""
         if round_index is None:
             return None
         if self._rounds and self._rounds[-1] == round_index:
@@ -97,7 +98,7 @@ class LeakWatch:
         return census
 
     def _look(self, round_index: int) -> dict[str, Any] | None:
-        """At the end of a round's first client, when the rounds before it are complete."""
+        """Check for growth at the end of a round's first client, when the rounds before it are complete."""
         now = self._lows[-1]
         if self._usual is None:
             self._usual = min(self._lows[WARM_UP : WARM_UP + BASELINE])
@@ -121,17 +122,17 @@ class LeakWatch:
         return census
 
     def _end_suspicion(self, resident: int) -> None:
-        """The process has levelled off: nothing is recorded until it grows again."""
+        """End a suspicion, as the process has levelled off: nothing is recorded until it grows again."""
         self._suspicion, self._usual, self._recorded = None, resident, []
         self._seen.clear()
 
     def _census(self, suspicion: Suspicion, grown: int) -> dict[str, Any]:
-        """Groups of tensors that were seen since the suspicion, of which some of most rounds are still alive."""
+        """Return the groups of tensors seen since the suspicion of which some are still alive from most rounds."""
         since, until = suspicion.round_index, self._rounds[-1]
         rounds = len({number for number in self._recorded if since < number <= until})
         piles = self._seen.alive(after=since, until=until)
         rows = [_row(group, pile) for group, pile in piles.items() if len(pile.rounds) >= PILED_UP * rounds]
-        # An output whose graph holds most holds the others as well.
+        # An output whose graph holds most also holds the others.
         graphs = sorted((row for row in rows if row["graph"]), key=_held_most, reverse=True)
         tensors = [row for row in rows if not row["graph"] and row["more_bytes"] >= SMALL * grown]
         tensors.sort(key=_largest, reverse=True)
@@ -148,7 +149,7 @@ class LeakWatch:
 
 
 def _full_collections() -> int:
-    """How often the garbage collector has looked through everything. Reading it starts nothing."""
+    """Return how often the garbage collector has made a full run. Reading it starts no collection."""
     return int(gc.get_stats()[-1]["collections"])
 
 
@@ -175,7 +176,7 @@ def _largest(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def in_words(census: dict[str, Any]) -> str:
-    """The event's sentence."""
+    """Return the event's sentence."""
     growth = f"Memory grew by {census['grown_bytes'] / 2**20:.1f} MiB from round {census['since']} to {census['until']}"
     if not census["rounds_seen"]:
         return f"{growth}. fedvitals saw no tensors in these rounds."

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that the run is on, sampled in the background: processors, memory, disk, network, and GPUs.
+"""Samples the machine that the run is on in the background: processors, memory, disk, network, and GPUs.
 
-By psutil, and by NVML (the package nvidia-ml-py) where there is a driver. Without psutil nothing is sampled, and
-`why_not` says so. Rates are differences of our own between two samples: psutil's own (`cpu_percent`) are shared by the
-process, and would change what the user's code is told.
+Uses psutil, and NVML (the package nvidia-ml-py) if there is a driver. Without psutil nothing is sampled, and `why_not`
+says so. Rates are computed here from two samples: psutil's own (`cpu_percent`) are shared by the whole process, and
+using them would change the values that the user's code gets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fedvitals.resources.memory import kernel_kills
 from fedvitals.resources.periodic_thread import PeriodicThread
 
 PERIOD = 1.0  # seconds
-GPUS = 16  # that are asked
+GPUS = 16  # the most that are sampled
 Tell = Callable[[dict[str, float]], None]
 
 
 def why_not() -> str | None:
-    """Why the machine is not sampled here; None where it is."""
+    """Return why the machine is not sampled here; None if it is."""
     try:
         import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
     except ImportError:
@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 
 class MachineSampler:
-    """Tells by `tell`, on a thread of its own, from `start` to `stop`. Each may be called again, to no effect."""
+    """Reports samples through `tell`, on its own thread, from `start` to `stop`. Calling either again has no effect."""
 
     def __init__(self, tell: Tell, failed: Callable[[Exception], None], period: float = PERIOD) -> None:
         self._tell, self._failed = tell, failed
@@ -54,12 +54,12 @@ class MachineSampler:
                 sample = Sample(gpus(stack))
                 for _ in ticks:
                     self._tell(sample())
-            except Exception as error:  # noqa: BLE001 - told once; the run goes on without
+            except Exception as error:  # noqa: BLE001 - reported once; the run goes on without
                 self._failed(error)
 
 
 class Sample:
-    """Call it: what is so now, and rates since the call before."""
+    """Callable that returns current values, and rates since the previous call."""
 
     def __init__(self, devices: list[Any]) -> None:
         import psutil  # noqa: PLC0415 - an extra
@@ -83,7 +83,7 @@ class Sample:
         return metrics | self._counters()
 
     def _counters(self) -> dict[str, float]:
-        """Rates of what the system counts, and how often the kernel killed a process, if it did since."""
+        """Return rates of the system's counters, and how many processes the kernel has killed since, if any."""
         now, at = self._count(), time.monotonic()
         seconds, before = at - self._at, self._before
         self._before, self._at = now, at
@@ -101,7 +101,7 @@ class Sample:
 
     def _count(self) -> dict[str, float]:
         times = self._psutil.cpu_times()
-        # Guests' time is counted in their host's already; waiting for a disk is not work.
+        # Guests' time is already included in their host's; waiting for a disk is not work.
         idle = times.idle + getattr(times, "iowait", 0.0)
         whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         own = self._process.cpu_times()
@@ -117,12 +117,12 @@ class Sample:
 
 
 def gpus(stack: contextlib.ExitStack) -> list[Callable[[], dict[str, float]]]:
-    """A function for each GPU that NVML knows; none without its package or driver. CUDA is not touched."""
+    """Return a function for each GPU that NVML knows; none without its package or driver. CUDA is not touched."""
     try:
         import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
 
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - not installed, no driver, no rights: then there is nothing to tell
+    except Exception:  # noqa: BLE001 - not installed, no driver, no rights: nothing to report
         return []
     stack.callback(pynvml.nvmlShutdown)
     count = min(pynvml.nvmlDeviceGetCount(), GPUS)
@@ -136,7 +136,7 @@ def gpus(stack: contextlib.ExitStack) -> list[Callable[[], dict[str, float]]]:
 
 
 def _together(devices: list[dict[str, float]]) -> dict[str, float]:
-    """Several GPUs as one: the mean of their work, the sum of their memory."""
+    """Combine several GPUs: the mean of their utilisation, the sum of their memory."""
     return {
         "gpu.utilisation": sum(device["gpu.utilisation"] for device in devices) / len(devices),
         "gpu.memory": sum(device["gpu.memory"] for device in devices),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of this process and of its machine, where the system tells it for free."""
+"""Memory of this process and of its machine, where the system reports it cheaply."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CGROUP_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of vers
 
 
 def resident_bytes() -> int | None:
-    """What the process holds in memory now (Linux); None elsewhere."""
+    """Return the resident memory of this process in bytes (Linux); None elsewhere."""
     statm = _statm(os.getpid())
     if statm is None:
         return None
@@ -35,7 +35,9 @@ def resident_bytes() -> int | None:
 
 @functools.lru_cache(maxsize=1)
 def _statm(_process: int) -> int | None:
-    """The file that tells it, kept open: opening it each time costs six times as much. A forked child has its own."""
+    """Return an open descriptor of the file to read: opening it each time takes six times as long. Each fork has its
+    own.
+    """
     try:
         return os.open("/proc/self/statm", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError:
@@ -43,10 +45,10 @@ def _statm(_process: int) -> int | None:
 
 
 def heap_bytes() -> int | None:
-    """What is in use of the C library's heap, where tensors on the CPU lie too (glibc 2.33 or later); else None.
+    """Return the bytes in use on the C library's heap, which includes CPU tensors (glibc 2.33 or later); else None.
 
-    Resident memory hides who took it: a leak first fills what others have freed. This does not. But it may have to walk
-    through all that is free: for when there is a suspicion.
+    Resident memory hides who uses it: a leak first fills what others have freed. The heap in use does not. But counting
+    it may require walking through all free memory, so use it only when a leak is suspected.
     """
     ask = _mallinfo()
     if ask is None:
@@ -77,12 +79,11 @@ _LARGE = 32 << 10  # bytes; glibc begins with 128 KiB
 
 
 def use_one_heap() -> bool:
-    """Let all threads that start from now on allocate from one heap (glibc); return whether that is so.
+    """Make all threads started from now on allocate from one heap (glibc). Returns whether that succeeded.
 
-    By default the C library gives each thread a heap of its own, up to eight per core, and each keeps room for the
-    largest that it ever held. For processes whose threads take turns, as those of Python do.
-    What is large never lies in the heap, so that it leaves no hole there: by default that ends with the first that is
-    freed.
+    By default the C library gives each thread its own heap, up to eight per core, and each keeps room for the most that
+    it ever held. This is for processes whose threads take turns, as in Python. Large blocks are kept out of the heap,
+    so that they leave no holes there: by default, glibc stops doing so once the first of them is freed.
     """
     try:
         library = ctypes.CDLL(None)
@@ -92,9 +93,9 @@ def use_one_heap() -> bool:
 
 
 def give_back_free_memory() -> bool:
-    """Give the system what is free in the C library's heap (glibc); return whether anything was given back.
+    """Return free memory of the C library's heap to the system (glibc). Returns whether any was returned.
 
-    By itself the library gives back only what is free at the heap's end: one small object there keeps megabytes.
+    By default the library only returns what is free at the heap's end: one small object there keeps megabytes.
     """
     try:
         return bool(ctypes.CDLL(None).malloc_trim(0))
@@ -103,7 +104,7 @@ def give_back_free_memory() -> bool:
 
 
 def peak_bytes() -> int | None:
-    """The most it ever held (Unix); None elsewhere."""
+    """Return the largest resident memory so far (Unix); None elsewhere."""
     if resource is None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -112,19 +113,19 @@ def peak_bytes() -> int | None:
 
 @functools.lru_cache(maxsize=1)
 def limit_bytes() -> int | None:
-    """The most that this process can have: the machine's memory, or less where a container is given less."""
+    """Return the memory available to this process: the machine's, or a container's lower limit."""
     limits = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * _PAGE)
     for path in _limit_files():
         text = _read(path)
-        if text is not None and text.strip().isdigit():  # «max» where there is none
+        if text is not None and text.strip().isdigit():  # «max» if there is no limit
             limits.append(int(text))
     return min((limit for limit in limits if limit > 0), default=None)
 
 
 def _limit_files() -> Iterator[Path]:
-    """Yield the files that limit the memory of this process: those of its control group and of all above it."""
+    """Yield the files that limit the memory of this process: those of its control group and of all its parents."""
     for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
         _, controllers, group = line.split(":", 2)
         for version, name in _CGROUP_FILES.items():
@@ -134,7 +135,7 @@ def _limit_files() -> Iterator[Path]:
 
 
 def kernel_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory: of this container, else of the whole machine."""
+    """Return how many processes the kernel has killed for lack of memory: in this container, else on the machine."""
     for path in (_CGROUP / "memory.events", Path("/proc/vmstat")):
         for line in (_read(path) or "").splitlines():
             name, _, count = line.partition(" ")

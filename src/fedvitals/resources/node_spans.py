@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node's Spans in a round, made to fit: held to what can be true, cut to the round, without overlaps."""
+"""Makes one node's Spans in a round consistent: limited to what is possible, cut to the round, without overlaps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fedvitals.records import Span
 from fedvitals.time_parts import CLIENT, JOURNEY, REST, SERVER, parts_of
 
 UNACCOUNTED = "unaccounted"
-NODES = 10_000  # in one round; more are counted and left out
+NODES = 10_000  # in one round; any more are counted and left out
 CLOSE = 1e-5  # seconds: times since the epoch are exact to 2.4e-7, ticks of the virtual clock are 9.5e-7
 _TRAINING = ("data", "compute")  # the parts of a journey in which the client trains
 
 
 class SpanBlock(NamedTuple):
-    """A stretch of one part; or of several that took turns, `folded`, of which only the sums are known."""
+    """A period of one part, or of several that alternated (`folded`), of which only the sums are known."""
 
     began: float
     seconds: float
@@ -27,7 +27,7 @@ class SpanBlock(NamedTuple):
 
 
 class NodeSpan(NamedTuple):
-    """One Span of a node, as far as it lies in the round; parts and what they leave unaccounted sum to its seconds."""
+    """One Span of a node, as far as it lies in the round; its parts and the unaccounted rest sum to its seconds."""
 
     name: str
     began: float
@@ -35,23 +35,23 @@ class NodeSpan(NamedTuple):
     parts: dict[str, float]
     folded: bool
     shared: int
-    inner: dict[str, float] | None  # what data and compute consisted of, where that is known only in sums
+    inner: dict[str, float] | None  # what data and compute consisted of, if only sums are known
 
 
 def recorded_parts(span: Span) -> dict[str, float]:
-    """Its parts; of a client's training or way of which no more is known, one: it computed."""
+    """Return a Span's parts; if a client's training or journey has none recorded, a single part: compute."""
     try:
         parts = parts_of(span)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer too large for a float
         parts = {}
     return parts or ({"compute": span.seconds} if span.seconds > 0 and span.name in (CLIENT, JOURNEY) else {})
 
 
 def node_span_of(span: Span, parts: dict[str, float], began: float, ends: float) -> tuple[NodeSpan, float]:
-    """The Span as far as it lies in the round, and by how much it was moved to be there.
+    """Return the Span as far as it lies in the round, and by how much it was moved to lie there.
 
-    A journey is seen by whom the round belongs to, and may have begun before it: it is cut. A client tells of its
-    training by its own clock, which may be wrong: that is moved, as is what does not touch the round at all.
+    The owner of the round observes a journey, which may have begun earlier: it is cut. A client times its training with
+    its own clock, which may be wrong: such a Span is moved, as is one that does not touch the round at all.
     """
     at, seconds = span.at, span.seconds
     own = span.name == CLIENT
@@ -77,9 +77,9 @@ def node_span_of(span: Span, parts: dict[str, float], began: float, ends: float)
 
 
 def clamped_parts(parts: dict[str, float], seconds: float) -> dict[str, float]:
-    """Parts that sum to so many seconds: too much is scaled down, too little is unaccounted for."""
+    """Return parts that sum to `seconds`: an excess is scaled down, a shortfall is added as unaccounted."""
     total = sum(parts.values())
-    if total > 1e300:  # nobody can say what of that is true
+    if total > 1e300:  # no way to know which part of that is true
         return {UNACCOUNTED: seconds}
     if total > seconds:
         return {part: value * seconds / total for part, value in parts.items()}
@@ -87,8 +87,9 @@ def clamped_parts(parts: dict[str, float], seconds: float) -> dict[str, float]:
 
 
 def _exchanged(parts: dict[str, float]) -> tuple[dict[str, float], dict[str, float] | None]:
-    """The parts of a journey that goes to and fro many times: one stretch, before the first and after the last of it
-    the client waits; and what that stretch consists of.
+    """Return the parts of a journey that goes back and forth many times, and what its middle consists of.
+
+    The exchanges become one period; the client waits before the first of them and after the last.
     """
     inner = {part: value for part, value in parts.items() if part not in REST}
     if not inner:
@@ -99,7 +100,7 @@ def _exchanged(parts: dict[str, float]) -> tuple[dict[str, float], dict[str, flo
 
 
 def _cut(parts: dict[str, float], skip: float, keep: float, seconds: float, *, folded: bool) -> dict[str, float]:
-    """The parts between `skip` and `skip + keep` seconds; of folded ones their share of it."""
+    """Return the parts between `skip` and `skip + keep` seconds; for folded parts, their share of it."""
     if folded:
         return {part: value * keep / seconds for part, value in parts.items()}
     parts_held, at = {}, 0.0
@@ -112,7 +113,7 @@ def _cut(parts: dict[str, float], skip: float, keep: float, seconds: float, *, f
 
 
 def refined(stay: NodeSpan, inner: list[Span]) -> NodeSpan:
-    """A journey with what the client says of its training, held to the time in which it can have trained."""
+    """Return a journey with the client's own account of its training, limited to the time it can have trained."""
     room = sum(stay.parts.get(part, 0.0) for part in _TRAINING)
     parts: dict[str, float] = {}
     for span in inner:
@@ -123,7 +124,7 @@ def refined(stay: NodeSpan, inner: list[Span]) -> NodeSpan:
 
 
 def without_overlaps(stays: list[NodeSpan]) -> list[NodeSpan]:
-    """In order, and without overlaps: what two Spans of one node tell of the same time counts once."""
+    """Return the Spans in order, without overlaps: the same time reported by two Spans of a node counts once."""
     if len(stays) < 2:
         return stays
     merged: list[NodeSpan] = []
@@ -133,14 +134,14 @@ def without_overlaps(stays: list[NodeSpan]) -> list[NodeSpan]:
         if over > CLOSE:
             left = max(0.0, stay.seconds - over)
             parts = _cut(stay.parts, over, left, stay.seconds or 1.0, folded=stay.folded)
-            stay = stay._replace(began=at, seconds=left, parts=parts, inner=None)  # noqa: PLW2901 - the rest of it
+            stay = stay._replace(began=at, seconds=left, parts=parts, inner=None)  # noqa: PLW2901 - the remaining part
         at = max(at, stay.began + stay.seconds)
         merged.append(stay)
     return merged
 
 
 def sums(kind: str, stays: list[NodeSpan], began: float, seconds: float) -> dict[str, float]:
-    """Seconds by part; they sum to the round."""
+    """Return seconds by part; they sum to the round."""
     seconds_by_part: dict[str, float] = {}
     at = began
     for stay in stays:
@@ -159,14 +160,14 @@ def sums(kind: str, stays: list[NodeSpan], began: float, seconds: float) -> dict
 
 
 def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """The parts, with more of them."""
+    """Return the parts with the seconds in `more` added to them."""
     for part, value in more.items():
         parts[part] = parts.get(part, 0.0) + value
     return parts
 
 
 def blocks_of(stay: NodeSpan) -> list[SpanBlock]:
-    """Return what a node's span consists of, in order of time."""
+    """Return the blocks that a node's span consists of, in order of time."""
     if stay.folded:
         return [SpanBlock(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
     blocks: list[SpanBlock] = []
@@ -183,7 +184,7 @@ def blocks_of(stay: NodeSpan) -> list[SpanBlock]:
 
 
 def covered(stretches: Iterable[tuple[float, float]], began: float = -math.inf, ended: float = math.inf) -> float:
-    """Seconds between these times in which at least one of the stretches was under way."""
+    """Return the seconds between these times in which at least one of the periods was active."""
     total, until = 0.0, began
     for first, last in sorted(stretches):
         total += max(0.0, min(last, ended) - max(first, until))

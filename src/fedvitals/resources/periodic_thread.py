@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A daemon thread that does something again and again until it is stopped."""
+"""A daemon thread that repeats some work until it is stopped."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 
-LONGEST_WAIT = 2.0  # seconds that `stop` waits for work under way
+LONGEST_WAIT = 2.0  # seconds that `stop` waits for work in progress
 
 
 class PeriodicThread:
-    """Runs `work` on a thread of its own, from `start` to `stop`. Each may be called again, to no effect.
+    """Runs `work` on its own thread, from `start` to `stop`. Calling either again has no effect.
 
     `work` gets an iterator that yields every `period` seconds, and ends when the thread is stopped.
     """

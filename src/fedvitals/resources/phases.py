@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client's training spends its time on: loading data, forward, backward, optimiser; and our own measuring.
 
-The whole is known to the microsecond, and so is the time in DataLoaders. How the rest divides is looked into at the
-first three steps and each seventeenth, by their median: hooks at every step took 1 % of a small model's training, and a
-step in which the machine did something else must not count seventeenfold. Of up to three steps nothing is estimated.
-Where even that would cost over a sixth of a percent, clients take turns, and a round that was not looked into is
-divided as the client's last one that was.
+The total is known to the microsecond, and so is the time in DataLoaders. How the rest divides is sampled at the first
+three steps and each seventeenth, by their median: hooks at every step took 1 % of a small model's training, and a step
+in which the machine did something else must not count seventeenfold. With up to three steps nothing is estimated. Where
+even that would cost over a sixth of a percent, clients take turns, and a round that was not sampled is divided like the
+client's last sampled one.
 
-Between two steps lies the loading of data. Where a DataLoader is used its own time is known, and the rest of the gap is
-left unaccounted for, which is honest: it is whatever else the user's loop does. Where none is, the gap counts as
-loading. Work on a GPU goes on after its call has returned: there the parts tell when the host was kept waiting, and
-the whole is right, not its division.
+Between two steps lies the loading of data. If a DataLoader is used, its own time is known, and the rest of the gap is
+left unaccounted for, since it is whatever else the user's loop does. If none is used, the gap counts as loading. Work
+on a GPU continues after its call has returned: there the parts measure how long the host was kept waiting, and the
+total is right, but not its division.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ from fedvitals.resources.turns import turn as _turn
 
 now = time.perf_counter
 
-TICKS = 2**20  # in a second: what is told to a microsecond is half as long on the wire
-ALLOWED = 1 / 600  # of the training, for looking into it
-LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6  # seconds, as measured between the steps of a small CNN
+TICKS = 2**20  # in a second: times that are multiples of a tick are half as long on the wire
+ALLOWED = 1 / 600  # share of the training's time that sampling may take
+# Seconds per client and per sampled step, measured on the steps of a small CNN
+LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6
 LONGEST_TURN, CLIENTS = 20, 100_000
-FIRST, EVERY = 3, 17  # steps that are looked into; a prime, so that each of several optimisers has its turn
+FIRST, EVERY = 3, 17  # the sampled steps; a prime, so that each of several optimisers has its turn
 
-# What a client is doing; what ends next is counted there.
+# What a client is doing; the activity that ends next is counted there.
 START, BETWEEN, FORWARD, BACKWARD, MEASURING, STEP = range(6)
 GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED, SAMPLES = range(7)  # of one step
 
 
 class StepClock:
-    """Of one client while it trains: `begin_step` and `measured` before an optimiser's step, where it is `due`."""
+    """The clock of one client's training: `begin_step` and `measured` before an optimiser's step, if it is `due`."""
 
     def __init__(self) -> None:
-        self._state = START  # until the first batch: optimisers and loaders are made, which is neither
+        self._state = START  # until the first batch: creating optimisers and loaders, which is neither
         self._row, self._rows = [0.0] * 7, list[list[float]]()
-        self._looking = True  # into the step that comes next
-        self._count, self._wakes = 0, 1  # steps so far, and which one is looked into next
+        self._looking = True  # whether the next step is sampled
+        self._count, self._wakes = 0, 1  # steps so far, and the next one to be sampled
         self._nested = self._inner = self.batch = self.steps = 0
         self._set_up = self._whole = self._loaded = self._after = self._rest = self._inside = 0.0
         self._hooks: list[Any] = []
@@ -59,7 +60,7 @@ class StepClock:
         self.error: Exception | None = None
 
     def start(self, model: Any) -> None:
-        """Training begins."""
+        """Start the clock, as training begins."""
         self._forget = watch_loaders()
         self._model = model if can_be_hooked(model) else None
         self._thread = threading.get_ident()
@@ -71,15 +72,15 @@ class StepClock:
         turn.clock = self
 
     def due(self) -> bool:
-        """Whether the step that begins now, or the next, is looked into."""
-        if self._posts and not self._looking:  # not in the hook itself, over which torch is walking
+        """Whether the step that begins now, or the next, is sampled."""
+        if self._posts and not self._looking:  # not in the hook itself, while torch iterates over the hooks
             self._release()
         self._count += 1
         return self._looking or self._count == self._wakes
 
     def begin_step(self, at: float) -> None:
-        """An optimiser is about to step, and we to measure."""
-        if self._state == STEP:  # an optimiser that calls another one's step
+        """Note that an optimiser is about to step, and our measuring begins."""
+        if self._state == STEP:  # an optimiser that calls another optimiser's step
             self._row[OPTIMIZED] += at - self._mark
             self._nested += 1
             self._inner += 1
@@ -98,14 +99,14 @@ class StepClock:
         if id(optimizer) not in self._posts:
             self._posts[id(optimizer)] = optimizer.register_step_post_hook(Hook(self._end_step, self._fail))
         self._state, self._mark = STEP, now()
-        if skipped is True:  # a GradScaler's: the optimiser is not reached
+        if skipped is True:  # by a GradScaler: the optimiser's step is not reached
             self._end_step()
 
     def _end_step(self, *_: Any) -> None:
         at, turn = now(), _turn
-        if self._state not in (STEP, BACKWARD):  # of an optimiser that stepped outside of what is looked into
+        if self._state not in (STEP, BACKWARD):  # of an optimiser that stepped outside of a sampled step
             return
-        # A closure may have gone forward and backward inside the step.
+        # A closure may have run forward and backward passes inside the step.
         self._row[WENT_BACKWARD if self._state == BACKWARD else OPTIMIZED] += at - self._mark
         if self._nested:
             self._nested -= 1
@@ -119,13 +120,13 @@ class StepClock:
         turn.clock, turn.mark = self, at
 
     def stop(self, steps: int, last: float, measuring: float, inside: float = 0.0) -> None:
-        """Training is over: after so many steps, of which the last began then; measuring them took so long, `inside` of
-        it during forward and backward passes.
+        """Stop the clock: `steps` were made, the last of which began at `last`; measuring them took `measuring`
+        seconds, `inside` of which during forward and backward passes.
         """
         turn = _turn
         at = now()
         if turn.clock is not self and steps:
-            self._after = max(0.0, turn.mark - last)  # others went on, and were closed, since
+            self._after = max(0.0, turn.mark - last)  # other clients have continued, and were closed, since
         self.steps = steps
         if threading.get_ident() == self._thread and turn.loaders != self._loaders_before:
             self._loaded = turn.loading - self._loading_before
@@ -144,7 +145,7 @@ class StepClock:
             _turn.clock = None
 
     def _since(self, at: float) -> float:
-        """What went by since the last mark, less others' turns on this thread, and loading."""
+        """Return the time since the last mark, without other clients' turns on this thread, and without loading."""
         turn = _turn
         gap = at - self._mark
         if turn.clock is not self:
@@ -152,11 +153,11 @@ class StepClock:
             self._row[WAITED] += others
             gap -= others
             turn.clock = self
-        loaded = min(max(0.0, turn.loading - self._loading), gap)  # on another thread than before: nothing is known
+        loaded = min(max(0.0, turn.loading - self._loading), gap)  # on another thread than before, it is unknown
         self._loading = turn.loading
         return gap - loaded
 
-    # -- in the steps that are looked into ----------------------------------------------------------------------------
+    # -- in sampled steps ----------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
         if self._model is not None and not self._hooks:
@@ -176,13 +177,13 @@ class StepClock:
         self._posts.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Something in the user's model is not as we think: look no more, and say so at the end."""
+        """Stop sampling, because the user's model behaves in an unexpected way, and report the error at the end."""
         self.error = error
         self._model = None
         self._looking, self._wakes = False, -1
 
     def _forward_begins(self, _module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        if self._state == MEASURING:  # a probe of ours looks through the model
+        if self._state == MEASURING:  # one of our probes is running the model
             return
         at = now()
         gap = self._since(at)
@@ -194,7 +195,7 @@ class StepClock:
             self._row[OPTIMIZED] += gap
         else:
             self._row[WENT_BACKWARD] += gap
-        first = next(iter((*inputs[:1], *named.values())), None)  # a batch may come by name, as in Hugging Face's
+        first = next(iter((*inputs[:1], *named.values())), None)  # a batch may be passed by name, as in Hugging Face's
         if torch.is_grad_enabled() and isinstance(first, torch.Tensor) and first.dim():
             self.batch = int(first.shape[0])
             self._row[SAMPLES] += self.batch
@@ -210,11 +211,11 @@ class StepClock:
 
     @property
     def samples(self) -> int:
-        """That went through the model; exact where every step was looked into."""
+        """The number of samples that went through the model; exact if every step was sampled."""
         return round(self._over_all()[SAMPLES]) if self._rows else 0
 
     def parts(self, measure: float) -> dict[str, float]:
-        """Seconds by part, without those that took none. `measure`: what measuring took, in the steps and around."""
+        """Return seconds by part, without those that took none. `measure`: all time spent on measuring."""
         row = self._over_all()
         attributes = {
             "data": self._loaded + (row[GAP] if not self._loaded else 0.0),
@@ -228,20 +229,20 @@ class StepClock:
         return {name: _ticks(seconds) for name, seconds in attributes.items() if seconds * TICKS >= 1}
 
     def _over_all(self) -> list[float]:
-        """All steps' seconds, divided as in those that were looked into."""
+        """Return all steps' seconds, divided as in the sampled ones."""
         rows = self._rows
         if not rows:
             return [0.0] * 4 + [self._whole] + [0.0] * 2
-        steps = self._count * len(rows) / (len(rows) + self._inner)  # of which some were inside of others
+        steps = self._count * len(rows) / (len(rows) + self._inner)  # some of which were inside of others
         if len(rows) >= steps:
             row = [sum(column) for column in zip(*rows, strict=True)]
             in_forward = min(self._inside, row[WENT_FORWARD])
             row[WENT_FORWARD] -= in_forward
             row[WENT_BACKWARD] = max(0.0, row[WENT_BACKWARD] - self._inside + in_forward)
             return row
-        usual = rows[1:] or rows  # the first step makes what the others find
+        usual = rows[1:] or rows  # the first step sets up what the others reuse
         row = [median(column) * steps for column in zip(*usual, strict=True)]
-        # The last step began when the whole ended: its optimiser comes on top.
+        # The total ended when the last step began: its optimiser comes on top.
         whole = max(0.0, self._whole - self._loaded + min(row[OPTIMIZED] / steps, self._rest))
         spent = sum(row[:SAMPLES])
         return [*(seconds * whole / spent if spent else 0.0 for seconds in row[:SAMPLES]), row[SAMPLES]]
@@ -249,9 +250,9 @@ class StepClock:
 
 @dataclass(slots=True)
 class _Known:
-    """Of a client: in which of its rounds it is looked into, and what was seen the last time."""
+    """A client's state: in which of its rounds it is sampled, and the last sample."""
 
-    place: int  # among the clients, so that not all are looked into in the same round
+    place: int  # among the clients, so that not all are sampled in the same round
     rounds: int = 0
     every: int = 1
     shares: dict[str, float] = field(default_factory=dict)  # of a client's time, without measuring
@@ -259,13 +260,13 @@ class _Known:
 
 
 class Clocks:
-    """Whose steps are looked into, over a run."""
+    """Decides whose steps are sampled over a run."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
     def begin(self, node: str) -> StepClock | None:
-        """A clock for this client-round; None where it is not its turn."""
+        """Return a clock for this client-round; None if it is not its turn."""
         known = self._known.get(node)
         if known is None:
             if len(self._known) >= CLIENTS:
@@ -275,9 +276,9 @@ class Clocks:
         return StepClock() if known.rounds == 1 or (known.rounds + known.place) % known.every == 0 else None
 
     def end(self, node: str, clock: StepClock | None, seconds: float, measure: float) -> dict[str, Any]:
-        """What the client's Span tells: parts, and samples and batch where they are known."""
+        """Return attributes for the client's Span: parts, and samples and batch if they are known."""
         known = self._known.get(node)
-        if known is None:  # forgotten in between, for too many others
+        if known is None:  # dropped in between because of too many others
             return {}
         training = max(seconds - measure, 0.0)
         if clock is not None:
@@ -300,12 +301,12 @@ def _ticks(seconds: float) -> float:
 
 _lock = threading.Lock()
 _watching = [0]
-_replaced: list[tuple[Any, Any]] = []  # our method, and the one that it stands in for
-_Iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - torch tells it nowhere else
+_replaced: list[tuple[Any, Any]] = []  # our method, and the one that it replaces
+_Iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - torch offers no public way
 
 
 def watch_loaders() -> Callable[[], None]:
-    """Time every DataLoader from here on; gives the function that ends it. Its method is put back after the last."""
+    """Time every DataLoader from now on. Returns the function that ends it; the last one restores the method."""
     with _lock:
         if not _watching[0]:
             _replaced.append((_timed_next(_Iterator.__next__), _Iterator.__next__))
@@ -321,14 +322,14 @@ def watch_loaders() -> Callable[[], None]:
             _watching[0] -= 1
             if not _watching[0]:
                 ours, original = _replaced.pop()
-                if _Iterator.__next__ is ours:  # else somebody has replaced it since, and calls ours, which goes on
+                if _Iterator.__next__ is ours:  # otherwise another replacement calls ours, which stays in place
                     _Iterator.__next__ = original
 
     return forget
 
 
 def _timed_next(original: Any) -> Any:
-    def __next__(self: Any) -> Any:  # noqa: N807 - it stands in for that method
+    def __next__(self: Any) -> Any:  # noqa: N807 - it replaces that method
         turn = _turn
         began = now()
         turn.inside += 1
@@ -336,7 +337,7 @@ def _timed_next(original: Any) -> Any:
             return original(self)
         finally:
             turn.inside -= 1
-            if not turn.inside:  # a loader that reads from another one waits for it, too
+            if not turn.inside:  # a loader that reads from another one also waits for it
                 turn.loading += now() - began
                 turn.loaders += 1
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weak records of the tensors that a client's hooks see: which of them are still alive some rounds later.
 
-Recorded are the inputs and outputs of the client's model, its parameters and their gradients. A record keeps nothing
-alive: of a tensor it holds a weak reference to the storage, so that a view, a detached copy or a NumPy array that the
-user keeps counts as well. Of an output that has a graph it also holds a weak reference to a mark in the metadata of the
+The inputs and outputs of the client's model, its parameters and their gradients are recorded. A record keeps nothing
+alive: it holds a weak reference to a tensor's storage, so that a view, a detached copy or a NumPy array that the user
+keeps counts as well. For an output that has a graph it also holds a weak reference to a mark in the metadata of the
 graph's last node. The mark lives as long as that node, which a loss keeps alive after the output itself is gone.
 
 The heap is never enumerated, and the garbage collector is never started. `gc.get_objects()` returns tuples that another
@@ -28,17 +28,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fedvitals.model_hooks import Hook, can_be_hooked
 from fedvitals.resources.tensors import graph_nodes, storage_bytes, tensors_in, tensors_saved_by
 
-MOST_RECORDS = 4096  # alive, of a process; beyond that half of them are dropped, and the others count twice
-MOST_FORWARDS = 32  # recorded of one client in one round; beyond that the same
-TENSORS = 4  # recorded of one forward pass: as many inputs, as many outputs
-PARAMETERS, GRADIENTS = 16, 4  # the largest, recorded at the end of a client
-GRAPHS_MEASURED = 1  # clients in a round, of whose graphs the saved tensors are recorded
-GRAPH_NODES = 1000  # of a graph that is measured
-SAVED = 64  # storages recorded of a graph that is measured, the largest first
+MOST_RECORDS = 4096  # live records of a process; above that half of them are dropped, and the others count twice
+MOST_FORWARDS = 32  # recorded for one client in one round; above that likewise
+TENSORS = 4  # recorded for one forward pass: this many inputs, and this many outputs
+PARAMETERS, GRADIENTS = 16, 4  # the largest ones, recorded at the end of a client
+GRAPHS_MEASURED = 1  # clients per round whose graphs' saved tensors are recorded
+GRAPH_NODES = 1000  # of a measured graph
+SAVED = 64  # storages recorded for a measured graph, the largest first
 MARK = "fedvitals"  # in the metadata of a node
 
-# What tensors have in common that are counted together: "output", "input", "parameter" or "gradient"; shape and type;
-# and whether graphs of such outputs are counted, and not the tensors.
+# What tensors counted together have in common: "output", "input", "parameter" or "gradient"; shape and type; and
+# whether graphs of such outputs are counted instead of the tensors.
 Group = tuple[str, tuple[int, ...], torch.dtype, bool]
 
 
@@ -47,7 +47,7 @@ class _Mark:
 
 
 class _Gone(weakref.ref[_Mark]):
-    """Whether a mark is gone."""
+    """Callable that returns whether a mark is gone."""
 
     __slots__ = ()
 
@@ -57,29 +57,29 @@ class _Gone(weakref.ref[_Mark]):
 
 @dataclass(slots=True)
 class TensorRecord:
-    """One storage, or one graph, that was alive when it was seen. `weight`: how many like it it stands for."""
+    """One storage, or one graph, that was alive when it was seen. `weight`: how many similar ones it stands for."""
 
     group: Group
     bytes: int
     expired: Callable[[], bool]
     storage: int | None = None  # address of the storage; None for a graph
-    saved: Sequence[tuple[StorageWeakRef, int]] | None = None  # by a graph that was measured
+    saved: Sequence[tuple[StorageWeakRef, int]] | None = None  # by a measured graph
     round_index: int = 0
     weight: int = 1
 
     def held_bytes(self) -> int:
-        """Bytes that a measured graph still keeps for a backward pass."""
+        """Return the bytes that a measured graph still keeps for a backward pass."""
         return sum(size for reference, size in self.saved or () if not reference.expired())
 
 
 @dataclass(slots=True)
 class TensorTotals:
-    """Living records of one group."""
+    """Live records of one group."""
 
     count: int = 0
     bytes: int = 0
     rounds: set[int] = field(default_factory=set)  # in which they were seen
-    held: list[int] = field(default_factory=list)  # bytes, of each graph that was measured
+    held: list[int] = field(default_factory=list)  # bytes of each measured graph
     exact: bool = True  # False: some records stand for several tensors
 
 
@@ -87,17 +87,17 @@ class SeenTensors:
     """The records of one process in one run."""
 
     def __init__(self) -> None:
-        # By address, which is not used again while there is a weak reference.
+        # By address, which is not reused while a weak reference exists.
         self._storages: dict[int, TensorRecord] = {}
         self._graphs: list[TensorRecord] = []
         self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
-        self.random = random.Random(0)  # noqa: S311 - which to drop: every second one might be all of one kind
+        self.random = random.Random(0)  # noqa: S311 - chooses which to drop: every second one might all be of one kind
 
     def __len__(self) -> int:
         return len(self._storages) + len(self._graphs)
 
     def add(self, records: Iterable[TensorRecord]) -> None:
-        """Remember tensors, without keeping them alive."""
+        """Record tensors, without keeping them alive."""
         with self._lock:
             for record in records:
                 if record.storage is None:
@@ -113,7 +113,7 @@ class SeenTensors:
             self._storages, self._graphs = {}, []
 
     def forget_expired(self) -> None:
-        """Drop the records of what is gone, and thin out the others where there are too many."""
+        """Drop the records of what is gone, and thin out the others if there are too many."""
         with self._lock:
             self._graphs = [record for record in self._graphs if not record.expired()]
             storages = [record for record in list(self._storages.values()) if not record.expired()]
@@ -122,7 +122,7 @@ class SeenTensors:
             self._storages = {record.storage: record for record in storages if record.storage is not None}
 
     def alive(self, after: int, until: int) -> dict[Group, TensorTotals]:
-        """What was seen after one round and until another, and is still alive."""
+        """Return what was seen after one round and until another, and is still alive."""
         piles: dict[Group, TensorTotals] = {}
         with self._lock:
             self.forget_expired()
@@ -145,7 +145,7 @@ class SeenTensors:
 
 
 class ClientTensors:
-    """What is seen of one client while it trains; `close` hands the records over, and leaves nothing on the model."""
+    """Records what is seen of one client while it trains; `close` hands over the records and cleans up the model."""
 
     def __init__(
         self,
@@ -160,15 +160,15 @@ class ClientTensors:
         """`rounds`: how many this one stands for. `measure_graph`: whether to record what the first graph saves."""
         self._seen, self._parameters, self._round_index, self._rounds = seen, parameters, round_index, rounds
         self._measure_graph = measure_graph
-        self._stride = 1  # one forward pass of so many is recorded
-        self._records: list[list[TensorRecord]] = []  # of each of them
+        self._stride = 1  # one in this many forward passes is recorded
+        self._records: list[list[TensorRecord]] = []  # for each of them
         self._handle: Any = None
         if can_be_hooked(model):
             hook = Hook(self._after_forward, self._failed)
             self._handle = model.register_forward_hook(hook, with_kwargs=True)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Hand over the records and remove the hooks. A second call does nothing."""
         self._remove_hook()
         records, self._records = self._records, []
         for record in itertools.chain.from_iterable(records):
@@ -190,7 +190,7 @@ class ClientTensors:
             handle.remove()
 
     def _failed(self, _error: Exception) -> None:
-        """A model's outputs may be of any kind: then these are not recorded."""
+        """Stop recording outputs, as a model's outputs may be of any kind."""
         self._remove_hook()
 
     def _after_forward(self, model: Any, inputs: Any, named: Any, output: Any) -> None:
@@ -209,7 +209,7 @@ class ClientTensors:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its storage tells what it takes: not for subclasses, which may compute, nor where there is no memory."""
+    """Whether its storage shows its size: not for subclasses, which may compute, nor for tensors without memory."""
     kind = type(tensor)
     return (kind is Tensor or kind is torch.nn.Parameter) and not tensor.is_meta
 
@@ -241,9 +241,9 @@ def _graphs(outputs: Iterable[Tensor]) -> list[TensorRecord]:
 def _saved_for_backward(
     model: Any, outputs: Iterable[Tensor], inputs: Iterable[Tensor]
 ) -> list[tuple[StorageWeakRef, int]]:
-    """The largest storages that the graph of these outputs keeps, without those of the model and of its inputs.
+    """Return the largest storages that the graph of these outputs keeps, without those of the model and its inputs.
 
-    An input is often a part of the data set, which lives on when the graph has long been freed.
+    An input is often part of the data set, which lives on long after the graph has been freed.
     """
     others: set[int] = set()
     for tensors in (model.parameters(), model.buffers(), inputs):

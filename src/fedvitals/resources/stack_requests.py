@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the threads of clients in other processes of this machine are, asked for through a folder.
+"""Asks for the thread stacks of clients in other processes of this machine, through a folder.
 
 The server's process puts a request there when a round stands still. A client's process looks for one every second while
-a client is open, and answers with its own stacks. The folder is the user's alone, and named by the trace of the run,
-which a process knows only if it takes part. A client on another machine never sees the request.
+a client is open, and answers with its own stacks. The folder belongs to the user alone, and its name is derived from
+the run's trace, which only processes that take part know. A client on another machine never sees the request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fedvitals.records import printable
 from fedvitals.resources.thread_stacks import MOST_CHARACTERS, MOST_THREADS, thread_stacks
 
 REQUEST = "request"
-PERIOD = 1.0  # seconds between two looks for a request
-IDLE = 5.0  # seconds without a client after which nobody looks any more
+PERIOD = 1.0  # seconds between two checks for a request
+IDLE = 5.0  # seconds without a client after which checking stops
 ANSWER_BYTES = 64 << 10
 
 
 class StackRequests:
-    """The server's side. `ask` before `answers`; `close` removes the folder."""
+    """The server's side. Call `ask` before `answers`; `close` removes the folder."""
 
     def __init__(self, trace: str) -> None:
         self._folder = _folder(trace)
@@ -44,7 +44,7 @@ class StackRequests:
             _write(self._folder / REQUEST, str(time.time_ns()))
 
     def answers(self) -> dict[str, dict[str, str]]:
-        """Return the stacks of the clients' processes that have answered: by client and thread."""
+        """Return the stacks of the clients' processes that have answered, by client and thread."""
         found: dict[str, dict[str, str]] = {}
         if not self._asked or not _is_own(self._folder):
             return found
@@ -58,7 +58,7 @@ class StackRequests:
         return found
 
     def close(self) -> None:
-        """Remove the folder, if this process has made it."""
+        """Remove the folder, if this process has created it."""
         if self._asked and _is_own(self._folder):
             for path in [*self._folder.iterdir()]:
                 path.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ class StackRequests:
 
 
 class StackAnswers:
-    """A client's side. `open_clients` returns who trains in this process now, and `threads` on which threads."""
+    """A client's side. `open_clients` returns the clients training in this process, `threads` their threads."""
 
     def __init__(
         self, trace: str, open_clients: Callable[[], Mapping[str, float]], threads: Callable[[], tuple[int, ...]]
@@ -75,7 +75,7 @@ class StackAnswers:
         self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Look for requests from now on, until no client has been open for a while."""
+        """Check for requests from now on, until no client has been open for a while."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fedvitals-stacks", daemon=True)
             self._thread.start()
@@ -103,7 +103,7 @@ def _folder(trace: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder and the one around it are this user's own, and no links: others may write beside them."""
+    """Whether a folder and its parent belong to this user and are no links: others may write beside them."""
     try:
         for path in (folder, folder.parent):
             status = path.lstat()

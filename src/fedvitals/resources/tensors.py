@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the bytes of a training are: the model, its buffers, gradients, the optimiser's state, activations.
 
-Counted are storages, each once: views, tied weights and what is saved twice for the backward pass share theirs.
+Storages are counted, each once: views, tied weights and tensors saved twice for the backward pass share theirs.
 
-Activations are what autograd holds at the moment when the backward pass begins. They are read off its graph, from the
-loss down: nothing is hooked into it, so neither a number nor an error of the training can differ. Where the user keeps
-activations by hooks of his own (checkpointing, saving to the CPU), autograd holds none there, and none are counted.
+Activations are what autograd holds at the moment when the backward pass begins. They are read from its graph, starting
+at the loss, without hooks, so neither a number nor an error of the training can differ. Where the user keeps
+activations by hooks (checkpointing, saving to the CPU), autograd holds none there, and none are counted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 from fedvitals.model_hooks import Hook, can_be_hooked
 
 SHAPES = 64  # of inputs whose activations are remembered
-MOST_NODES = 100_000  # of a graph that are looked at
+MOST_NODES = 100_000  # of a graph that are visited
 MOST_DEPTH = 4  # of lists and mappings in an optimiser's state
 
 Seen = set[int]  # addresses of storages that have been counted
 
 
 def storage_bytes(tensors: Iterable[Any], seen: Seen) -> int:
-    """Bytes of the storages behind these tensors, without those in `seen`, to which they are added."""
+    """Return the bytes of the storages behind these tensors, except those in `seen`, to which they are added."""
     total = 0
     for tensor in tensors:
         for plain in (tensor,) if tensor.layout is torch.strided else _dense_parts(tensor):
@@ -47,7 +47,7 @@ def storage_bytes(tensors: Iterable[Any], seen: Seen) -> int:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a sparse tensor consists of."""
+    """Return the dense tensors that a sparse tensor consists of."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones refuse a gradient not yet coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -56,9 +56,9 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def shares(model: Any, optimizers: Iterable[Any]) -> dict[str, int]:
-    """Bytes of model, buffers, gradients and optimiser state, by name, as they are now.
+    """Return the current bytes of model, buffers, gradients and optimiser state, by name.
 
-    Gradients that have been set to None since the last step are counted as they will be again: as large as the
+    Gradients that have been set to None since the last step are counted at their future size: as large as the
     parameters that an optimiser acts on.
     """
     seen: Seen = set()
@@ -76,7 +76,7 @@ def shares(model: Any, optimizers: Iterable[Any]) -> dict[str, int]:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and mappings."""
+    """Yield the tensors in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif depth < MOST_DEPTH:
@@ -89,7 +89,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def saved_bytes(roots: Iterable[Tensor], seen: Seen) -> int | None:
-    """Bytes that autograd holds for the way back from these tensors, less what is in `seen`; None: it is too large."""
+    """Return the bytes autograd holds for the backward pass from these tensors, except `seen`; None if too large."""
     total = 0
     for number, node in enumerate(graph_nodes(roots), 1):
         if number > MOST_NODES:
@@ -99,7 +99,7 @@ def saved_bytes(roots: Iterable[Tensor], seen: Seen) -> int | None:
 
 
 def graph_nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of the graph that these tensors were computed by, each once."""
+    """Yield the nodes of the graph that computed these tensors, each once."""
     met: set[Any] = set()
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     while waiting:
@@ -111,7 +111,7 @@ def graph_nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def tensors_saved_by(node: Any) -> Iterator[Tensor]:
-    """The tensors that one node of a graph keeps for the backward pass; none that a hook of the user's would make."""
+    """Yield the tensors that one node of a graph saves for the backward pass; none that a user's hook would create."""
     kind = type(node)
     names = _names.get(kind)
     if names is None:
@@ -119,15 +119,15 @@ def tensors_saved_by(node: Any) -> Iterator[Tensor]:
     for name in names:
         held = getattr(node, name, None)
         for saved in held if isinstance(held, tuple | list) else (held,):
-            # A hook of the user's would run, and may compute: what it gives back is not held now.
+            # The user's hook would run, and may compute: what it returns is not held now.
             if saved is not None and getattr(saved, "unpack_hook", saved) is None:
                 try:
                     tensor = saved.data
-                except RuntimeError:  # freed, or changed in place since: the user's backward pass will say so
+                except RuntimeError:  # freed, or changed in place since: the user's backward pass will raise it
                     continue
                 if isinstance(tensor, Tensor):
                     yield tensor
-    if hasattr(node, "__dict__"):  # a function of the user's own may keep tensors on its context
+    if hasattr(node, "__dict__"):  # a user-defined function may keep tensors on its context
         yield from tensors_in(vars(node), MOST_DEPTH - 2)
 
 
@@ -135,10 +135,10 @@ _names: dict[type, tuple[str, ...]] = {}  # of what each kind of node saves
 
 
 class StepWatch:
-    """Waits for a client's first step, for its batch; and, if its shape is new, for its way back to begin.
+    """Waits for the batch of a client's first step and, if its shape is new, for the beginning of the backward pass.
 
-    `known`: the bytes of activations by model and shape of the input, which are measured once. `weights`: how many the
-    model has, which tells it from others of its kind.
+    `known`: the bytes of activations by model and shape of the input, which are measured once. `weights`: the model's
+    number of weights, which distinguishes it from others of its type.
     """
 
     def __init__(self, known: dict[Any, int], model: Any, weights: int) -> None:
@@ -174,13 +174,15 @@ class StepWatch:
             self._forget = [model.register_forward_hook(hook).remove, tell_of_backward(self)]
 
     def _answered(self, _model: Any, _inputs: Any, output: Any) -> None:
-        """Where `torch.autograd.backward` is never called, what the model alone saves is all that is known."""
+        """Record what the model's output saves; if `torch.autograd.backward` is never called, that is all that is
+        known.
+        """
         tensors = list(tensors_in(output))
         self._outputs = [weakref.ref(tensor) for tensor in tensors]
         self._take(tensors)
 
     def _failed(self, _error: Exception) -> None:
-        """Tensors of a kind that has no size, or no storage: then a metric is missing, and no more."""
+        """Give up on tensors without a size or a storage: only a metric is missing then."""
         self.remove()
         self.bytes = None
 
@@ -189,7 +191,7 @@ class StepWatch:
         self.remove()
         try:
             self._take(list(tensors_in(roots)))
-        except Exception:  # noqa: BLE001 - the same
+        except Exception:  # noqa: BLE001 - as in `_failed`
             self.bytes = None
 
     def _take(self, roots: list[Tensor]) -> None:
@@ -209,14 +211,14 @@ class StepWatch:
 
 _lock = threading.Lock()
 _waiting: dict[int, StepWatch] = {}  # by thread
-_replaced: list[tuple[Any, Any]] = []  # our function, and the one that it stands in for
+_replaced: list[tuple[Any, Any]] = []  # our function, and the one that it replaces
 
 
 def tell_of_backward(watch: StepWatch) -> Callable[[], None]:
-    """Call `watch.backward_begins` before this thread's next backward pass; gives the function that ends it.
+    """Call `watch.backward_begins` before this thread's next backward pass. Returns the function that ends it.
 
-    torch has no hook for that. Its function is replaced while anybody waits, which is for one step of a shape that
-    was not seen before, and put back then.
+    torch has no hook for that. Its function is replaced while a watch is waiting, which is for one step of a shape that
+    was not seen before, and then restored.
     """
     thread = threading.get_ident()
     module: Any = torch.autograd
@@ -233,7 +235,7 @@ def tell_of_backward(watch: StepWatch) -> Callable[[], None]:
             del _waiting[thread]
             if not _waiting:
                 ours, original = _replaced.pop()
-                if module.backward is ours:  # else somebody has replaced it since, and calls ours, which is idle now
+                if module.backward is ours:  # otherwise another replacement calls ours, which now does nothing
                     module.backward = original
 
     return forget

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each thread of this process is: functions, files and lines, and never the values of variables.
+"""Where each thread of this process is: functions, files and lines, never the values of variables.
 
-The interpreter hands out the frames of all threads in one call; no thread is stopped or interrupted for it.
+The interpreter returns the frames of all threads in one call; no thread is stopped or interrupted for it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import threading
 from pathlib import PurePath
 from types import FrameType
 
-OWN = "fedvitals-"  # what the names of our own threads begin with
+OWN = "fedvitals-"  # the prefix of our own threads' names
 MOST_THREADS = 12
-MOST_FRAMES = 25  # of one thread, from the innermost on
+MOST_FRAMES = 25  # of one thread, innermost first
 MOST_CHARACTERS = 1900  # of one thread: pages show no more
 
 
 def thread_stacks(first: tuple[int, ...] = ()) -> dict[str, str]:
     """Return for each thread, by its name, where it is: «wait (lib/threading.py:355) ← main (app/server.py:41)».
 
-    The main thread comes first, then those whose identifiers are in `first`. Our own threads are left out, and of more
-    than `MOST_THREADS` the rest.
+    The main thread comes first, then those whose identifiers are in `first`. Our own threads are omitted, and so are
+    any beyond `MOST_THREADS`.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -29,7 +29,7 @@ def thread_stacks(first: tuple[int, ...] = ()) -> dict[str, str]:
     order = sorted(frames, key=lambda ident: (ident != main, ident not in first, names.get(ident) is None))
     stacks: dict[str, str] = {}
     for ident in order:
-        name = names.get(ident) or f"thread {ident}"  # of one that C code has started
+        name = names.get(ident) or f"thread {ident}"  # started by C code
         if not name.startswith(OWN) and len(stacks) < MOST_THREADS:
             stacks[name if name not in stacks else f"{name} ({ident})"] = stack_words(frames[ident])
     return stacks

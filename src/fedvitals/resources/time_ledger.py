@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the nodes' time of one round went, as it becomes known; and the Spans of it when the round is over.
+"""Collects where the nodes' time of one round went, and makes Spans of it when the round is over.
 
-Real seconds only: a host with a virtual clock tells its own Spans.
+Real seconds only: a host with a virtual clock reports its own Spans.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fedvitals.resources.node_spans import covered
 from fedvitals.time_parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
 
 SAME = 0.05  # seconds: a process's start is known to a tick of the kernel
-UNKNOWN_CLOCK = Offset(0.0, 0.0)  # taken for right
+UNKNOWN_CLOCK = Offset(0.0, 0.0)  # assumed to be right
 NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpan:
-    """A Span to be: of a node, from when, for how long, of what."""
+    """A future Span: its node, beginning, duration and parts."""
 
     node: str
     name: str
@@ -38,10 +38,11 @@ class LedgerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A client elsewhere was asked and has answered: `sent` and `returned` by the server's clock, the rest by its own.
+    """A request to a remote client and its answer: `sent` and `returned` by the server's clock, the rest by the
+    client's.
 
-    `started`: when the process began that took the message, which was started for it or is older; what lies before is
-    then waiting, and no download. `span`: the id that the client knows its journey by.
+    `started`: when the process began that took the message, which was started for it or is older; time before that
+    counts as waiting, not download. `span`: the id under which the client knows its journey.
     """
 
     sent: float
@@ -53,13 +54,13 @@ class Exchange:
 
     @property
     def times_of_client_known(self) -> bool:
-        """Whether the client has told when it received the message and replied; where not, the server's stand in."""
+        """Whether the client reported when it received the message and replied; else the server's times are used."""
         return (self.received, self.replied) != (self.sent, self.returned)
 
 
 @dataclass(slots=True)
 class _Trained:
-    """A client's own stretch, by the server's clock."""
+    """A client's own period of training, by the server's clock."""
 
     began: float
     ended: float
@@ -68,7 +69,7 @@ class _Trained:
 
 
 class Ledger:
-    """`begin` opens a round; `close` gives its Spans. Clocks are known from round to round."""
+    """`begin` opens a round; `close` returns its Spans. Clock offsets are kept from round to round."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class Ledger:
         with self._lock:
             self._round, self._at = span, at
             self._spent: dict[str, dict[str, float]] = {}
-            # Several of one client, where a round has stages: keys, shares and masks of secure aggregation.
+            # A client has several if a round has stages: keys, shares and masks of secure aggregation.
             self._exchanges: dict[str, list[Exchange]] = {}
             self._trained: dict[str, list[_Trained]] = {}
             self.recorded_edges: set[str] = set()  # whose own Span was written
@@ -94,7 +95,7 @@ class Ledger:
             own[part] = own.get(part, 0.0) + max(0.0, float(seconds))
 
     def exchange(self, node: str, exchange: Exchange) -> Offset:
-        """What is known of the client's clock now."""
+        """Add an exchange. Returns the current estimate of the client's clock offset."""
         offset = self._clocks.get(node, UNKNOWN_CLOCK)
         if exchange.times_of_client_known:
             times = (exchange.sent, exchange.received, exchange.replied, exchange.returned)
@@ -106,33 +107,33 @@ class Ledger:
         return offset
 
     def trained(self, span: Span) -> None:
-        """A client's own Span, its times by the server's clock (see `ahead`)."""
+        """Add a client's own Span, its times by the server's clock (see `ahead`)."""
         data = parts_of(span).get("data", 0.0)
         with self._lock:
             own = _Trained(span.at, span.at + span.seconds, data, span.where.group)
             node = span.where.node or ""
             stages = self._trained.setdefault(node, [])
-            if len(stages) >= max(1, len(self._exchanges.get(node, ()))):  # told again
+            if len(stages) >= max(1, len(self._exchanges.get(node, ()))):  # reported again
                 stages.pop()
             stages.append(own)
 
     @property
     def exchanged(self) -> bool:
-        """Whether a client elsewhere has answered in this round: then clocks may differ."""
+        """Whether a remote client has answered in this round: then clocks may differ."""
         return bool(self._exchanges)
 
     def ahead(self, node: str | None) -> float:
-        """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
+        """Return the seconds to subtract from a client's times; 0 unless it exchanged messages in this round."""
         known = node is not None and node in self._exchanges
         return self._clocks.get(node or "", UNKNOWN_CLOCK).seconds if known else 0.0
 
     def seen(self, node: str) -> tuple[float, float] | None:
-        """When a client of this round was asked last and had answered, by the server's clock."""
+        """Return when a client of this round was last asked and when it had answered, by the server's clock."""
         exchanges = self._exchanges.get(node)
         return None if exchanges is None else (exchanges[-1].sent, exchanges[-1].returned)
 
     def journey(self, node: str) -> str | None:
-        """The id of the Span of a client's last way so far in this round, where there will be one."""
+        """Return the id of the Span of a client's latest journey in this round, if there will be one."""
         exchanges = self._exchanges.get(node)
         return None if exchanges is None else self._journey_id(node, len(exchanges) - 1)
 
@@ -141,7 +142,9 @@ class Ledger:
         return self._exchanges[node][stage].span or edge_span(self._round, f"journey/{node}{again}")
 
     def _server(self, ended: float) -> LedgerSpan:
-        """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
+        """Return the server's Span: unless the host reported it, waiting while clients are away or train in its
+        process.
+        """
         seconds = max(0.0, ended - self._at)
         parts = dict(self._spent.get("server", {}))
         if "wait" not in parts:
@@ -151,7 +154,7 @@ class Ledger:
         return LedgerSpan("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
 
     def close(self, ended: float) -> list[LedgerSpan]:
-        """The round's Spans: the server's, each group's, each journey."""
+        """Return the round's Spans: the server's, each group's, each journey."""
         with self._lock:
             spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
             for node, exchanges in self._exchanges.items():
@@ -173,27 +176,27 @@ class Ledger:
         stages = self._trained.get(node, [])
         own = stages[stage] if stage < len(stages) else None
         offset = self._clocks.get(node, UNKNOWN_CLOCK)
-        # A clock that runs fast, or was set, makes a client's times longer than it was away.
+        # With a clock that runs fast, or was set, a client's times are longer than it was away.
         here = min(max(exchange.received - offset.seconds, exchange.sent), exchange.returned)
         away = min(max(exchange.replied - offset.seconds, here), exchange.returned)
         group = None if own is None else own.group
-        # Its own times may lie: they count only as far as they are inside of what the server saw.
+        # The client's own times may be false: they only count as far as they lie within what the server saw.
         began, over = (here, away) if own is None else (own.began, own.ended)
         began = min(max(began, here), away)
         over = min(max(over, began), away)
         data = 0.0 if own is None else min(own.data, over - began)
-        compute = away - began - data  # packing and compressing an update is the client's own work, too
+        compute = away - began - data  # packing and compressing an update is also the client's own work
         if exchange.started is None:
             parts = {"download": here - exchange.sent, "queue": began - here, "data": data, "compute": compute}
             parts |= {"upload": exchange.returned - away}
         else:
             start = min(max(0.0, exchange.received - exchange.started), max(0.0, here - exchange.sent))
-            # A process that is older was there already.
+            # An older process already existed.
             start = start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
             parts = {"queue": here - exchange.sent - start, "start": start, "data": data}
             parts |= {"compute": compute + began - here, "reply": exchange.returned - away}
         if not exchange.times_of_client_known:
-            # Nothing is known but that it was away.
+            # Nothing is known except that it was away.
             parts = {"compute": exchange.returned - exchange.sent}
         parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - exchange.returned}.items()}
         attributes = {"clock_offset": offset.seconds, "clock_error": offset.error}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which client trained last on a thread on which several take turns, and until when."""
+"""Which client last trained on a thread that several clients share, and until when."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Turn(threading.local):
-    """Of a thread: which client trained on it last, until when, and how long it has waited for DataLoaders so far."""
+    """A thread's state: the client that last trained on it, until when, and its waiting time for DataLoaders so far."""
 
     clock: StepClock | None = None
     mark = 0.0
     loading = 0.0
     loaders = 0  # batches that came from one
-    inside = 0  # of how many loaders, one within the other
+    inside = 0  # number of nested loaders
 
 
 turn = Turn()
 
 
 def turn_over() -> None:
-    """A client was closed on this thread: until now it was its turn."""
+    """Note that a client was closed on this thread, which ends its turn."""
     turn.mark = time.perf_counter()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sinks send records to other tools while a run trains: `fv.Monitor(sinks=[fv.sinks.Prometheus()])`.
 
-Names load on first use. A sink whose package is missing raises `MissingExtraError` with the line that installs it.
+Names are imported on first use. A sink whose package is missing raises `MissingExtraError` with the line that installs
+it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns records into what experiment trackers draw: curves over rounds, and histograms of layers.
 
-A curve has a tag: `accuracy` of the whole, `c7/update.norm` of a node, `layers/gradient.std/fc.weight` of a layer,
+A curve has a tag: `accuracy` of the federation, `c7/update.norm` of a node, `layers/gradient.std/fc.weight` of a layer,
 `clients/update.norm/p95` over all clients. Every tracker slows down with the number of tags, so nodes and layers are
-bounded: of more nodes than that, the spread over all of them is drawn in their place.
+limited: with more nodes, the spread over all of them is drawn instead.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_clien
 from fedvitals.sinks.spread import SERVER, ClientSpread, of_the_round, plain
 from fedvitals.stats import Array
 
-NODES = 50  # with curves of their own, unless the user says otherwise
+NODES = 50  # with their own curves, unless the user sets another number
 OTHER_NODES = 50  # servers, edges, clusters and rings
 LAYERS = 200
-TAGS = 20_000  # a run may not have more: names come from other machines
-TAG_CHARACTERS = 250  # what MLflow takes
+TAGS = 20_000  # the most that a run may have: names come from other machines
+TAG_CHARACTERS = 250  # MLflow's limit
 CONFIG_CHARACTERS = 500
 
-# What is drawn of a layer, by the columns of its family; ratios to other clients are for the dashboard.
+# What is drawn for a layer, by the columns of its family; ratios to other clients are for the dashboard.
 DRAWN: Mapping[tuple[str, ...], tuple[str, ...]] = {
     stats.STATISTICS: ("mean", "std", "l2"),
     stats.STEP_COLUMNS: ("norm_mean", "norm_max"),
@@ -63,21 +63,21 @@ Drawn = Point | Bars
 
 
 class _RunCurves:
-    """What is known of one run: its layers, whom it has, and which tags were given out."""
+    """What is known of one run: its layers, its nodes, and the tags in use."""
 
     def __init__(self) -> None:
         self.layers: dict[str, tuple[str, ...]] = {}
         self.nodes: set[str] = set()
         self.others: set[str] = set()
-        self.crowded = False  # more clients than have curves
+        self.crowded = False  # whether it has more clients than get curves
         self.spread = ClientSpread()
         self.tags: set[str] = set()
 
 
 class Curves:
-    """Turns records into points and histograms. `nodes`: how many clients get curves of their own, or which ones.
+    """Turns records into points and histograms. `nodes`: how many clients get their own curves, or which ones.
 
-    `layers_of`: nodes whose layers are drawn too, beside those of the round as a whole.
+    `layers_of`: nodes whose layers are drawn in addition to those of the round as a whole.
     """
 
     def __init__(self, nodes: int | Sequence[AnyName] = NODES, layers_of: Sequence[AnyName] = ()) -> None:
@@ -85,10 +85,10 @@ class Curves:
         self._most = nodes if isinstance(nodes, int) else len(frozenset(nodes))
         self._layers_of = frozenset(map(node_name, layers_of))
         self._runs: dict[str, _RunCurves] = {}
-        self.left_out = 0  # what had no place among the tags
+        self.left_out = 0  # omitted because there were too many tags
 
     def of(self, records: Sequence[Record]) -> list[Drawn]:
-        """Return what to draw, in the order of the records. Records that are repeated give the same again."""
+        """Return what to draw, in the order of the records. Repeated records give the same result again."""
         drawn: list[Drawn] = []
         touched: dict[str, None] = {}
         for record in records:
@@ -202,7 +202,7 @@ def tags_of(run: Run) -> dict[str, str]:
 
 
 def link_of(run: Run, store: str | os.PathLike[str] | None) -> str:
-    """Return the command that shows the run, as the link from a tracker's page back to it; no password is in it."""
+    """Return the command that shows the run, as a link back from a tracker's page; it contains no password."""
     hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", os.fspath(store or ""))
     address = re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)
     where = f" --store '{address}'" if address else ""

@@ -3,8 +3,8 @@
 
     Monitor("runs.db", sinks=[MLflow("sqlite:///mlflow.db")])        then:  mlflow ui --backend-store-uri sqlite:///mlflow.db
 
-MLflow no longer takes folders (`file:./mlruns`) unless MLFLOW_ALLOW_FILE_STORE is set. No global setting of MLflow is
-touched: what the user tracks beside this stays where it was.
+MLflow no longer accepts folders (`file:./mlruns`) unless MLFLOW_ALLOW_FILE_STORE is set. MLflow's global settings are
+not touched: what the user tracks besides this stays where it was.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fedvitals.records import LayerStats, Metric, Record, Run
 from fedvitals.sinks.curves import NODES, Curves, Point, link_of, settings_of, tags_of
 from fedvitals.sinks.spread import all_but, plain
 
-DEFAULT = "sqlite:///mlflow.db"  # MLflow's own
-METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # what MLflow takes in one call
+DEFAULT = "sqlite:///mlflow.db"  # MLflow's own default
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # MLflow's limits for one call
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
@@ -67,12 +67,12 @@ class MLflow(Sink):
         self._client: Any = None
         self._runs: dict[str, str] = {}  # our ids → MLflow's
         self._known: dict[str, Run] = {}
-        self._logged: dict[str, set[str]] = {}  # parameters, which MLflow takes only once
+        self._logged: dict[str, set[str]] = {}  # parameters, which MLflow accepts only once
 
     def _check(self) -> None:
-        """What cannot work is said now, not by a worker in the midst of training."""
+        """Raise an error for what cannot work now, rather than from a worker during training."""
         if self.uri.startswith(DATABASES):
-            for package in ("sqlalchemy", "alembic"):  # mlflow-skinny does without them until a database is asked for
+            for package in ("sqlalchemy", "alembic"):  # mlflow-skinny lacks them until a database is used
                 if importlib.util.find_spec(package) is None:
                     raise MissingExtraError(package, "mlflow", f"MLflow with the database {self.uri.split(':')[0]}")
         elif "://" not in self.uri or self.uri.startswith("file:"):
@@ -141,7 +141,7 @@ class MLflow(Sink):
         return self._runs[run]
 
     def _open(self, run: Run) -> None:
-        """Make or find MLflow's run, and tell it what is new about ours."""
+        """Create or find MLflow's run, and update it with what is new about ours."""
         tags = {**tags_of(run), "mlflow.note.content": link_of(run, self._store)}
         if run.id not in self._runs:
             mlflow_run = self._find(run.id)
@@ -163,7 +163,7 @@ class MLflow(Sink):
         self._known[run.id] = run
 
     def _find(self, run: str) -> str | None:
-        """A run that was logged before: of a training that goes on, or by a call that failed half-way."""
+        """Return a run that was logged before: by a continued training, or by a call that failed half-way."""
         if not re.fullmatch(r"[\w.-]+", run):  # it goes into a query
             return None
         matching = self._client.search_runs([self._experiment_id], f"tags.`fedvitals.run` = '{run}'", max_results=1)
@@ -174,7 +174,7 @@ class MLflow(Sink):
 
 
 def _key(tag: str) -> str:
-    """The tag in the characters that MLflow allows, and no path out of its place."""
+    """Return the tag with only the characters that MLflow allows, and without leaving its folder."""
     kept = re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
     parts = [part for part in kept.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:250] or "_"

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # how a text begins that a spreadsheet would compute
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # the beginnings of a text that a spreadsheet would evaluate
 FORMS = {"parquet": ".parquet", "arrow": ".feather", "csv": ".csv"}
 Rows = Sequence[Sequence[Any]]
 
@@ -66,7 +66,7 @@ def _csv(path: Path, columns: Mapping[str, str], _form: str) -> Iterator[Any]:
 
 
 def _cell(value: Any) -> Any:
-    """The value for a spreadsheet: a client's words are no formula there, and move no cursor in a terminal."""
+    """Return the value for a spreadsheet, where a client's text must not be a formula or move a terminal's cursor."""
     if isinstance(value, bytes):
         return value.hex()
     if not isinstance(value, str):

@@ -4,8 +4,8 @@
     with open("trace.json", "w") as file:
         file.writelines(perfetto(run, spans))
 
-One process per group of nodes (the server, each edge, the clients of none), one thread per node. The lab's virtual
-clock has processes of its own. Times are microseconds since the run began.
+One process per group of nodes (the server, each edge, the clients without a group), one thread per node. The lab's
+virtual clock has separate processes. Times are microseconds since the run began.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fedvitals.time_parts import unfold
 Json = dict[str, Any]
 
 SERVER, CLIENTS = "server", "clients"  # processes of nodes that are in no group
-WHOLE = "rounds"  # the thread of what is about no single node
+WHOLE = "rounds"  # the thread for everything that is not about a single node
 COUNTERS = ("accuracy", "loss", "local.accuracy", "local.loss", "memory.peak", "clients", "clients.failed")
 TROUBLE = ("warning", "error", "critical")
 TEXT = 300  # characters
-POINT = 1000  # nanoseconds of a slice that stands for a moment, as arrows bind to none without a length
-LONGEST = 10**18  # nanoseconds, 31 years: what lies further from the run's start is no time of it
+POINT = 1000  # nanoseconds of a slice that represents a moment, as arrows do not bind to slices without a length
+LONGEST = 10**18  # nanoseconds, 31 years: anything further from the run's start is no valid time
 
 
 def perfetto(
@@ -44,8 +44,8 @@ def perfetto(
 ) -> Iterator[str]:
     """Yield the pieces of one JSON text; joined, they are the file. `rounds`: only these.
 
-    Findings, warnings and errors are instants, transfers slices with an arrow from the one to the other, and what is
-    known of the whole (accuracy, loss, bytes) counters.
+    Findings, warnings and errors are instants, transfers are slices with an arrow between them, and values of the whole
+    federation (accuracy, loss, bytes) are counters.
     """
     trace = _Trace(run.started)
     chosen = [span for span in spans if _is_in(span.where, rounds)]
@@ -81,22 +81,22 @@ class _Slice:
 
 @dataclass(slots=True)
 class _Trace:
-    """Slices by process and thread, and everything else as it will be written."""
+    """Slices by process and thread, and everything else that will be written."""
 
     started: float
     slices: dict[tuple[str, str], list[_Slice]] = field(default_factory=dict)
     instants: list[tuple[tuple[str, str], Json]] = field(default_factory=list)
     counters: list[Json] = field(default_factory=list)
-    groups: dict[str, str] = field(default_factory=dict)  # of nodes, where a span told
+    groups: dict[str, str] = field(default_factory=dict)  # of nodes, if a span names one
     arrows: int = 0
 
     def nanoseconds(self, at: float) -> int | None:
-        """Since the run began; None for what is no time. What a clock tells to be earlier begins with it."""
+        """Return nanoseconds since the run began, 0 for earlier times; None for invalid times."""
         since = (at - self.started) * 1e9
         return None if not math.isfinite(since) or since > LONGEST else max(0, round(since))
 
     def track(self, where: Where, clock: str = "real") -> tuple[str, str]:
-        """Process and thread of a node."""
+        """Return the process and the thread of a node."""
         node = where.node
         if node is None or node == SERVER:
             process, thread = SERVER, WHOLE if node is None else SERVER
@@ -123,7 +123,7 @@ class _Trace:
 
     def counter(self, at: float, name: str, value: float) -> None:
         begin = self.nanoseconds(at)
-        if begin is not None and math.isfinite(value):  # a counter has no way to show what is no number
+        if begin is not None and math.isfinite(value):  # a counter cannot show NaN or infinity
             self.counters.append({"ph": "C", "name": name, "ts": begin / 1000, "args": {name: value}})
 
     def written(self) -> Iterator[Json]:
@@ -134,7 +134,7 @@ class _Trace:
         for process, pid in processes.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        # After 104 days a float cannot hold all its nanoseconds any more.
+        # After 104 days a float can no longer represent every nanosecond.
         long = any(part.end > 2**53 for slices in self.slices.values() for part in slices)
         coarse = _whole_microseconds if long else lambda part: part
         threads: dict[tuple[str, str], int] = {}
@@ -159,7 +159,7 @@ def _add_spans(trace: _Trace, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.where.node is not None and span.where.group is not None:
             trace.groups.setdefault(span.where.node, span.where.group)
-            trace.groups.setdefault(span.where.group, span.where.group)  # an edge is among its clients
+            trace.groups.setdefault(span.where.group, span.where.group)  # an edge is shown among its clients
     by_id = {span.id: span for span in spans}
     for span in spans:
         virtual = span.attributes.get("clock") == "virtual"
@@ -176,11 +176,11 @@ def _add_spans(trace: _Trace, spans: Sequence[Span]) -> None:
 
 
 def _add_part(trace: _Trace, part: Span, track: tuple[str, str], inside: tuple[int, int], parent: Span | None) -> None:
-    """A part of a span's time, inside it. On the virtual clock a way to a client or back is an arrow, too."""
+    """Add a part of a span's time, inside it. On the virtual clock, a transfer to or from a client is also an arrow."""
     at = trace.nanoseconds(part.at)
     if at is None or not 0 < part.seconds * 1e9 < LONGEST:
         return
-    # The parts are sums of floats: their end may lie a hair behind that of the whole.
+    # The parts are sums of floats: their end may lie slightly after the end of the whole.
     begin = min(max(at, inside[0]), inside[1])
     end = min(begin + round(part.seconds * 1e9), inside[1])
     flows: tuple[tuple[str, int], ...] = ()
@@ -191,7 +191,7 @@ def _add_part(trace: _Trace, part: Span, track: tuple[str, str], inside: tuple[i
         flows = ((ours, trace.arrows),)
         moment = begin if part.name == "download" else end
         name = f"{part.name} {part.where.node}"
-        # An arrow binds to a slice: a short one on a thread of its own, so that it cuts none of the server's.
+        # An arrow binds to a slice: a short one on a separate thread, so that it cuts none of the server's.
         far = _Slice(moment, moment + POINT, name, {"round": part.where.round}, ((theirs, trace.arrows),))
         trace.slices.setdefault((there[0], f"{there[1]} traffic"), []).append(far)
     folded = {"folded": "a sum of many short stretches"} if part.attributes.get("folded") else {}
@@ -200,7 +200,7 @@ def _add_part(trace: _Trace, part: Span, track: tuple[str, str], inside: tuple[i
 
 
 def _add_transfers(trace: _Trace, transfers: Sequence[Transfer]) -> None:
-    """As slices of both sides, on the real clock, where they were told; the lab's seconds are of its virtual one."""
+    """Add transfers as slices of both sides, on the real clock, if it was recorded; the lab's seconds are virtual."""
     total = 0
     virtual = any(process.endswith("(virtual clock)") for process, _ in trace.slices)
     for transfer in sorted(transfers, key=lambda transfer: transfer.at):
@@ -208,7 +208,7 @@ def _add_transfers(trace: _Trace, transfers: Sequence[Transfer]) -> None:
         trace.arrows += 1
         about: Json = {"round": transfer.where.round, "bytes": transfer.bytes, "raw_bytes": transfer.raw_bytes}
         about["seconds"] = transfer.seconds
-        began = transfer.at - seconds  # it is told when it is over
+        began = transfer.at - seconds  # it is recorded when it is over
         there = (transfer.sender, "s", f"{transfer.kind} to {transfer.receiver}")
         here = (transfer.receiver, "f", f"{transfer.kind} from {transfer.sender}")
         for node, side, name in (there, here):
@@ -220,7 +220,7 @@ def _add_transfers(trace: _Trace, transfers: Sequence[Transfer]) -> None:
 
 
 def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:
-    """The slices in as few lanes as it takes for each two in a lane to be apart, or one inside the other."""
+    """Distribute the slices to as few lanes as possible, such that any two in a lane are disjoint or nested."""
     lanes: list[tuple[list[_Slice], list[int]]] = []  # slices, and the ends of those that are open
     for part in sorted(slices, key=lambda part: (part.begin, -part.end)):
         fitting = (lane for lane in lanes if _fits(part, lane[1]))
@@ -233,7 +233,7 @@ def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:
 
 
 def _whole_microseconds(part: _Slice) -> _Slice:
-    """Rounded down on both sides: what lay inside another slice still does."""
+    """Return the slice rounded down on both sides: a slice inside another one stays inside it."""
     return replace(part, begin=part.begin // 1000 * 1000, end=part.end // 1000 * 1000)
 
 
@@ -248,7 +248,7 @@ def _written(part: _Slice, place: Json) -> Iterator[Json]:
     yield {"ph": "X", "name": part.name, "ts": begin, "dur": length, **place, "args": part.args}
     for side, number in part.flows:
         at = (part.end - POINT // 2) / 1000 if side == "f" else begin  # strictly inside, or it would bind to nothing
-        binding = {"bp": "e"} if side == "f" else {}  # to the slice around it, not to the next
+        binding = {"bp": "e"} if side == "f" else {}  # to the enclosing slice, not to the next
         yield {"ph": side, "name": "transfer", "cat": "transfer", "id": number, "ts": at, **binding, **place}
 
 
@@ -262,7 +262,7 @@ def _thread_order(thread: str) -> tuple[bool, bool, list[Any]]:
 
 
 def _digits(name: str) -> list[Any]:
-    """c2 before c10."""
+    """Return the sort key that puts c2 before c10."""
     parts = ["".join(same) for _, same in groupby(name, key=str.isdecimal)] or [""]
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 

@@ -12,14 +12,14 @@ from fedvitals.records import Metric, Record, Run, is_client
 SERVER = "server"
 POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
-# Nodes and names come from other machines: more than these are counted, not kept.
+# Nodes and names come from other machines: beyond these limits they are counted, not kept.
 CLIENTS_KEPT, NAMES_KEPT, ROUNDS_KEPT = 10_000, 300, 2
 NAME_CHARACTERS = 100  # of one name
-ONCE_A_ROUND = "gradient."  # metrics whose `step` says where in the round the one value stood
+ONCE_A_ROUND = "gradient."  # metrics whose `step` is where in the round their single value was measured
 
 
 def all_but(*kinds: type) -> tuple[type, ...]:
-    """Return the kinds of records that a sink of these kinds ignores; runs are for every sink."""
+    """Return the types of records that a sink for these types ignores; every sink receives runs."""
     return tuple(kind for kind in get_args(Record) if kind is not Run and kind not in kinds)
 
 
@@ -30,7 +30,7 @@ def of_the_round(metric: Metric) -> bool:
 
 
 def plain(text: str, most: int = NAME_CHARACTERS) -> str:
-    """Return a name from a record as short, printable text, for file formats and pages of others."""
+    """Return a name from a record as short, printable text, for other tools' file formats and pages."""
     shown = "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode())
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
@@ -57,14 +57,14 @@ class ClientSpread:
     """
 
     def __init__(self) -> None:
-        self.left_out = 0  # values of more clients or metrics than are kept
+        self.left_out = 0  # values of clients or metrics beyond the limits
         self._rounds: dict[int, dict[str, dict[str, float]]] = {}
         self._ends: dict[int, float] = {}
         self._fresh: set[int] = set()
-        self._last = -1  # the newest round that was given out
+        self._last = -1  # the newest round that was returned
 
     def add(self, metric: Metric) -> None:
-        """Take one metric. Metrics that are not about a client's whole round only move the time forward."""
+        """Add one metric. Metrics that are not about a client's whole round only advance the current round."""
         number, node = metric.where.round, metric.where.node
         if number is None or number <= self._last - ROUNDS_KEPT or not of_the_round(metric):
             return

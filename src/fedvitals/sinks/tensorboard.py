@@ -26,7 +26,7 @@ from fedvitals.sinks.curves import NODES, Bars, Curves, Point, link_of, settings
 from fedvitals.sinks.spread import all_but, plain
 
 CELL_CHARACTERS = 1000
-_files = itertools.count()  # two files of one process in the same second differ by it
+_files = itertools.count()  # distinguishes two files of one process in the same second
 _PARTS = {
     "event": "tensorboard.compat.proto.event_pb2",
     "summary": "tensorboard.compat.proto.summary_pb2",
@@ -38,7 +38,7 @@ _PARTS = {
 
 
 class _File:
-    """One event file. A batch is written as a whole or not at all, so that it can be tried again."""
+    """One event file. A batch is written completely or not at all, so that it can be retried."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ class TensorBoard(Sink):
 
     def _histogram(self, bars: Bars) -> Any:
         middles = (bars.edges[1:] + bars.edges[:-1]) / 2
-        # A bucket is given by its upper end alone: an empty one tells where the first of ours begins.
+        # A bucket is given only by its upper end: an empty one marks where the first of ours begins.
         return self._parts["summary"].HistogramProto(
             min=bars.edges[0],
             max=bars.edges[-1],
@@ -182,12 +182,12 @@ class TensorBoard(Sink):
 
 
 def _described(run: Run, store: str | os.PathLike[str] | None) -> str:
-    """The run as Markdown: how to find it again, what it was, and its settings."""
+    """Return the run as Markdown: how to find it again, what it was, and its settings."""
     rows = [*tags_of(run).items(), *settings_of(run).items()]
     cells = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]
     return "\n".join([_cell(link_of(run, store)), "", "| setting | value |", "| --- | --- |", *cells])
 
 
 def _cell(text: str) -> str:
-    """Text that cannot end its cell; TensorBoard itself lets no HTML through."""
+    """Return text that cannot end its cell; TensorBoard itself lets no HTML through."""
     return plain(text, CELL_CHARACTERS).replace("|", "¦")

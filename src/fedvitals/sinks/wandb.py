@@ -23,7 +23,7 @@ from fedvitals.sinks.spread import all_but, plain
 
 MODES = ("offline", "online", "shared")
 SETTINGS: dict[str, Any] = {
-    # It must not take hold of the user's screen, code or machine: what is logged is what we log.
+    # W&B must not capture the user's screen, code or machine: only what we log is logged.
     "console": "off",
     "silent": True,
     "disable_git": True,
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "disable_job_creation": True,
     "x_disable_stats": True,
     "x_disable_meta": True,
-    "login_timeout": 1,  # a prompt nobody can answer, from a thread of ours
+    "login_timeout": 1,  # a prompt from one of our threads that nobody can answer
 }
 
 
@@ -116,7 +116,7 @@ class WeightsAndBiases(Sink):
                 reinit="create_new",
                 settings=self._wandb.Settings(mode=self._mode, **SETTINGS),
             )
-            # Rows carry their round: records that come late belong to an earlier one, which W&B's own step forbids.
+            # Rows carry their round: late records belong to an earlier one, which W&B's own step forbids.
             opened.define_metric("round")
             opened.define_metric("*", step_metric="round")
             self._runs[run.id] = opened

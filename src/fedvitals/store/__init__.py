@@ -30,7 +30,7 @@ Target = str | os.PathLike[str] | None
 def store_target(target: Target = None) -> Path | str:
     """The store's file, or its address in PostgreSQL.
 
-    FEDVITALS_STORE wins over a relative path, so that a cluster can say where stores go.
+    The environment variable FEDVITALS_STORE replaces a relative path, so that a cluster can decide where stores go.
     """
     wanted = os.fspath(target) if target is not None else DEFAULT
     setting = os.environ.get("FEDVITALS_STORE")
@@ -46,7 +46,7 @@ def store_target(target: Target = None) -> Path | str:
 
 
 def spill_folder(target: Target = None) -> Path:
-    """Where what the store could not take waits for the next process."""
+    """Return the folder where records that the store could not accept wait for the next process."""
     where = store_target(target)
     return address_of(where).folder() if isinstance(where, str) else Path(f"{where}.d")
 
@@ -65,9 +65,9 @@ def open_store(target: Target = None) -> SqliteStore | PostgresStore:
 
 
 def open_reader(target: Target = None, *, patience: float | None = None) -> Reader:
-    """A reader of a store, beside any writer; `queries` has what can be asked of it. Close it, or use it in `with`.
+    """Open a store for reading, next to any writer. Close the reader, or use it in a `with` block; see `queries`.
 
-    `patience`: seconds after which a server is asked to give up an answer.
+    `patience`: seconds after which a database server is asked to cancel a statement.
     """
     where = store_target(target)
     return read_postgres(where, patience) if isinstance(where, str) else read_sqlite(where)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of all pages of a store's file, so that no damage to it changes an answer unnoticed.
+"""Checksums of all pages of a store's file, so that damage to the file cannot change an answer unnoticed.
 
-SQLite has checksums for its log alone: a flipped bit in the file itself may become another number. A store at rest
-therefore carries a checksum of each page behind its last page, where SQLite does not look and from where any copy takes
-them along. While a store is written they are in a file of their own beside it (`runs.db.sums`) and are brought up to
-date before each time that the log is folded in: whatever page is not in the log has the checksum noted there. They are
-those that SQLite computes for the log, so that writing them costs no look at a page.
+SQLite only has checksums for its log: a flipped bit in the file itself may become another number. A store at rest
+therefore carries a checksum of each page behind its last page, where SQLite does not look and where any copy of the
+file includes them. While a store is written, the checksums are in a separate file beside it (`runs.db.sums`) and are
+brought up to date each time before the log is folded in: every page that is not in the log has its checksum recorded
+there. They are the checksums that SQLite computes for the log, so recording them does not require reading a page.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ FOOTER = struct.Struct("<8sIIIII")  # magic, page size, change counter, pages, C
 MAGIC = b"fvsums1\n"
 DATABASE_HEADER = 100
 NEVER_ZERO = np.uint32(1)  # added, so that a page of zeros does not pass for one that was never written
-AT_ONCE = 64  # pages; half a megabyte stays in the processor's cache
-# Bytes of the first page that SQLite changes without a transaction of ours: the journal mode, and who wrote last.
+AT_ONCE = 64  # pages; half a megabyte fits into the processor's cache
+# Bytes of the first page that SQLite changes outside of our transactions: the journal mode and the last writer.
 UNSEALED_BYTES = ((18, 20), (24, 28), (92, 100))
 FILES_OPEN = 64
-ATTEMPTS, PAUSE = 3, 0.02  # at a store that somebody writes meanwhile; seconds
+ATTEMPTS, PAUSE = 3, 0.02  # to read a store that is being written at the same time; seconds
 
 _GATE = threading.Lock()
-if hasattr(os, "register_at_fork"):  # another thread may hold it while this one forks
+if hasattr(os, "register_at_fork"):  # another thread may hold the lock while this one forks
     os.register_at_fork(after_in_child=lambda: globals().update(_GATE=threading.Lock()))
-_FILES: OrderedDict[tuple[int, int], int] = OrderedDict()  # by device and number
-_SOUND: dict[tuple[int, int], object] = {}  # state in which each file was last seen to be sound
+_FILES: OrderedDict[tuple[int, int], int] = OrderedDict()  # by device and inode
+_SOUND: dict[tuple[int, int], object] = {}  # the state in which each file was last found undamaged
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The checksums of a file's pages, and the header's change counter that belongs to them."""
+    """The checksums of a file's pages, and the change counter of the file header that they belong to."""
 
     page_size: int
     counter: int
@@ -68,23 +68,24 @@ class Sums:
 
 @dataclass(slots=True)
 class Report:
-    """What the checksums say about a file."""
+    """The result of comparing a file with its checksums."""
 
-    state: str = "absent"  # "sealed"; "absent"; "edited": another program has written to it since
+    state: str = "absent"  # "sealed"; "absent"; "edited": another program has written to the file since
     problems: list[str] = field(default_factory=list)
-    damaged_pages: list[int] = field(default_factory=list)  # from 1 up
+    damaged_pages: list[int] = field(default_factory=list)  # counted from 1
     sums: Sums | None = None
 
 
 def beside(path: Path) -> Path:
-    """Return the file that has the checksums of a store while it is written."""
+    """Return the file that holds a store's checksums while the store is written."""
     return path.with_name(f"{path.name}.sums")
 
 
 def examine(path: Path, note: str | None = None) -> Report:
-    """Compare a store's file and log with what was noted when they were written.
+    """Compare a store's file and log with the checksums recorded when they were written.
 
-    `note`: of the last writer in the lock file, for a process that has taken the lock since; others read it there.
+    `note`: the last writer's note in the lock file, for a process that has since taken the lock; others read it from
+    there.
     """
     report = _examine(path, note)
     for _ in range(ATTEMPTS - 1):
@@ -97,17 +98,17 @@ def examine(path: Path, note: str | None = None) -> Report:
             break
     else:
         if report.problems and _is_in_use(path):
-            return Report()  # somebody writes it faster than it can be read
+            return Report()  # written faster than it can be read
     return report
 
 
 def is_known_sound(path: Path) -> bool:
-    """Whether this process has seen the store to be sound, and it was not changed at rest since."""
+    """Whether this process has found the store undamaged, and the file has not changed at rest since."""
     return _SOUND.get(_identity(path)) == _state_at_rest(path)
 
 
 def remember_sound(path: Path) -> None:
-    """Note that the store was just seen to be sound."""
+    """Remember that the store was just found undamaged."""
     _SOUND[_identity(path)] = _state_at_rest(path)
 
 
@@ -128,7 +129,7 @@ def _state(path: Path) -> object:
 
 
 def _state_at_rest(path: Path) -> object:
-    """Changes of a store that is being written are its writer's."""
+    """Return the state of a store at rest; changes to a store that is being written are its writer's."""
     return "written" if beside(path).exists() else _stamp(path)
 
 
@@ -154,7 +155,7 @@ def _examine(path: Path, note: str | None) -> Report:
         return Report()
     page_size = page_size_in(start)
     if page_size < 512 or page_size & (page_size - 1):
-        return Report()  # SQLite refuses it
+        return Report()  # SQLite refuses such a file
     log = None if has_foreign_log(path) else read_log(log_of(path), page_size)
     report = Report()
     try:
@@ -193,14 +194,14 @@ _LOG_DAMAGED = "its log is damaged, and SQLite ignores what follows the damage"
 
 
 def _compare_log(log: Log | None, report: Report, note: str | None) -> None:
-    """Compare the log with what a writer noted that is no more. One that lives has it in its own memory."""
+    """Compare the log with the note of a writer that has ended. A running writer has it in its own memory."""
     noted = noted_log(note)
     if noted is None or not noted[1]:
         return
     salts, frames = noted
     if log is None:
         if report.state == "edited" or report.damaged_pages:
-            # Somebody else has folded the log into the file, as any program does that opens and closes it.
+            # Another program has folded the log into the file, as any program does that opens and closes it.
             report.state, report.problems, report.damaged_pages, report.sums = "edited", [], [], None
         elif report.sums is not None:
             report.problems.append("its log is missing, and with it what was written last")
@@ -211,12 +212,12 @@ def _compare_log(log: Log | None, report: Report, note: str | None) -> None:
 
 
 def log_note(salts: Salts, frames: int) -> str:
-    """Return the line of the lock file that says how much the log holds."""
+    """Return the line of the lock file that records the length of the log."""
     return f"log {salts[0]:010} {salts[1]:010} {frames:010}"
 
 
 def noted_log(note: str | None) -> tuple[Salts, int] | None:
-    """Return salts and frames from the note in a lock file; None if it has none."""
+    """Return the salts and the number of frames from the note in a lock file, or None if it has none."""
     for line in (note or "").splitlines():
         words = line.split()
         if len(words) == 4 and words[0] == "log" and all(word.isdecimal() for word in words[1:]):
@@ -225,7 +226,7 @@ def noted_log(note: str | None) -> tuple[Salts, int] | None:
 
 
 def _noted(path: Path, file: int, start: bytes, size: int, *, in_use: bool) -> Sums | None:
-    """Return the checksums of a store; None if it has none. Raises ValueError if they are damaged."""
+    """Return the checksums of a store, or None if it has none. Raises ValueError if they are damaged."""
     try:
         content = beside(path).read_bytes()
     except FileNotFoundError:
@@ -249,7 +250,7 @@ _DAMAGED = "its checksums are damaged"
 
 
 def _footer(footer: bytes) -> tuple[int, int, int, int]:
-    """Return page size, counter, number of pages and checksum of the checksums."""
+    """Return the page size, the change counter, the number of pages and the checksum of the checksums."""
     if len(footer) < FOOTER.size:
         raise ValueError(_DAMAGED)
     magic, page_size, counter, pages, checksum, own = FOOTER.unpack(footer)
@@ -261,7 +262,7 @@ def _footer(footer: bytes) -> tuple[int, int, int, int]:
 def _decoded(content: bytes, start: bytes) -> Sums:
     page_size, counter, pages, checksum = _footer(content[-FOOTER.size :])
     body = content[: -FOOTER.size]
-    # Of a file to which another program has added pages since, they are overwritten, and do not count any more.
+    # If another program has since added pages to the file, they overwrite the checksums, which no longer count.
     if zlib.crc32(body) != checksum and counter == change_counter(start):
         raise ValueError(_DAMAGED)
     count = min(pages, len(body) // 8)
@@ -284,7 +285,7 @@ def page_size_in(start: bytes) -> int:
 def open_file(path: Path) -> int:
     """Return a descriptor of a store's file, which stays open.
 
-    Closing it would drop every lock that SQLite holds on the file for this process: so POSIX wants it.
+    Closing it would release every lock that SQLite holds on the file for this process, as POSIX requires.
     """
     with _GATE:
         identity = _identity(path)
@@ -302,7 +303,7 @@ def open_file(path: Path) -> int:
 
 
 def checksums_of(file: int, page_size: int, count: int) -> Checksums:
-    """Return the checksums of the first pages of an open file; UNKNOWN for those that it does not have."""
+    """Return the checksums of the first pages of an open file; UNKNOWN for pages that it does not have."""
     sums = np.full((count, 2), UNKNOWN, np.uint32)
     for first in range(0, count, AT_ONCE):
         content = read_at(file, min(AT_ONCE, count - first) * page_size, first * page_size)

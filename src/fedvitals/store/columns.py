@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to insert, as columns: many rows in one statement, and what they share handed over once.
+"""Rows to insert, given as columns: many rows in one statement, with shared values passed only once.
 
-Handing a value to SQLite costs a third of inserting a row, and needs the interpreter's lock, which training threads
-want too; SQLite releases it while it works on a statement.
+Binding a value takes a third of the time of inserting a row, and needs the interpreter lock, which training threads
+want too; SQLite releases the lock while it executes a statement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS_AT_ONCE = (256, 64, 16, 4, 1)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A column that has the same content in every row."""
+    """A column with the same value in every row."""
 
     content: Any
 
@@ -28,14 +28,14 @@ Column = Sequence[Any] | Constant
 
 
 def rows_of(columns: Sequence[Column]) -> Iterator[tuple[Any, ...]]:
-    """The rows one by one; at least one column is no Constant."""
+    """Yield the rows one by one; at least one column must not be a Constant."""
     return zip(*(itertools.repeat(c.content) if isinstance(c, Constant) else c for c in columns), strict=False)
 
 
 def insertions(into: str, columns: Sequence[Column], limit: int) -> Iterator[tuple[str, list[Any]]]:
-    """Statements that insert the rows, in order, each with its values: `limit` of them at most.
+    """Yield statements that insert the rows in order, each with at most `limit` values, together with these values.
 
-    `into` is the statement up to its values; at least one column is no Constant.
+    `into` is the statement up to VALUES; at least one column must not be a Constant.
     """
     forms = "".join(map(_form, columns))
     shared = [column for column, form in zip(columns, forms, strict=True) if form in "SC"]
@@ -51,7 +51,7 @@ def insertions(into: str, columns: Sequence[Column], limit: int) -> Iterator[tup
 
 
 def _form(column: Column) -> str:
-    """N: always NULL, S: shared, C: counting up, V: varying."""
+    """Return the kind of a column: N always NULL, S shared, C counting up, V varying."""
     if isinstance(column, Constant):
         return "N" if column.content is None else "S"
     return "C" if isinstance(column, range) else "V"
@@ -59,9 +59,10 @@ def _form(column: Column) -> str:
 
 @lru_cache(maxsize=256)
 def _statement(into: str, forms: str, rows: int) -> str:
-    """The statement for so many rows; what they share comes first among its values.
+    """Return the statement for this number of rows; the shared values come first among its parameters.
 
-    A transaction fails as a whole, so SQLite need not be able to undo a single statement (OR FAIL): that costs more.
+    A transaction fails as a whole, so SQLite does not need to be able to undo a single statement (OR FAIL), which costs
+    more.
     """
     shared = [i for i, form in enumerate(forms) if form in "SC"]
     numbers = itertools.count(len(shared) + 1)

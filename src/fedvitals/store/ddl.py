@@ -11,7 +11,7 @@ from fedvitals.store.schema import LAYER_STATISTICS, MIGRATIONS, TABLES, VERSION
 
 
 def quoted(name: str) -> str:
-    """The column's name, in quotes where SQL has the word for itself."""
+    """Return the column's name, in quotes where it is a reserved word of SQL."""
     return f'"{name}"' if name in ("group", "values") else name
 
 
@@ -39,7 +39,7 @@ def _indexes(table: Table, dialect: Dialect, wanted: Sequence[tuple[str, ...]]) 
 
 
 def migration(version: int, dialect: Dialect) -> list[str]:
-    """The statements that lead from the version before to this one, but for the views."""
+    """Return the statements that upgrade the schema from the previous version to this one, without the views."""
     statements: list[str] = []
     for table in TABLES:
         if table.since == version:
@@ -52,9 +52,9 @@ def migration(version: int, dialect: Dialect) -> list[str]:
 
 
 def _readable(table: Table) -> str:
-    """A view with names instead of numbers.
+    """Return a view with names instead of numbers.
 
-    Joins, not subqueries: a condition on a name must find its way to the index on the number.
+    Joins rather than subqueries, so that a condition on a name can use the index on the number.
     """
     columns, joins = [], []
     for column in table.columns:
@@ -70,7 +70,7 @@ def _readable(table: Table) -> str:
 
 
 def _layer_statistics() -> str:
-    """Packed statistics as rows; `fedvitals_layer` is registered on every connection of ours (see `reader`)."""
+    """Return the view of packed statistics as rows; our connections all register `fedvitals_layer` (see `reader`)."""
     coordinates = ("round", "node", "step", '"group"', "at")
     place = [
         "json_extract(e.value, '$[0]') AS round",
@@ -101,7 +101,7 @@ def _layer_statistics() -> str:
 
 
 def views(dialect: Dialect) -> dict[str, str]:
-    """The views by name. They hold nothing, so every change of version makes them anew."""
+    """Return the views by name. They hold no data, so every change of version creates them again."""
     statements = {table.view: _readable(table) for table in TABLES if table.view}
     if dialect.name == "sqlite":
         statements["layer_statistics"] = _layer_statistics()
@@ -111,7 +111,7 @@ def views(dialect: Dialect) -> dict[str, str]:
 
 
 def upgrade(version: int, dialect: Dialect) -> list[str]:
-    """Everything that leads from a version (0: an empty database) to the present one."""
+    """Return all statements that upgrade from a version (0: an empty database) to the current one."""
     created = views(dialect)
     statements = [f"DROP VIEW IF EXISTS {name}" for name in created]
     for step in range(version + 1, VERSION + 1):

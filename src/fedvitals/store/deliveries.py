@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes which records of a source are stored, as closed intervals of sequence numbers: none is stored twice."""
+"""Records which sequence numbers of each source are stored, as closed intervals, so that nothing is stored twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCES_REMEMBERED = 10_000  # without asking the table; a run with any number o
 
 
 class Intervals:
-    """A set of integers that are mostly consecutive, and what changed in it since it was last saved."""
+    """A set of mostly consecutive integers, with the changes since it was last saved."""
 
     def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:
         pairs = sorted(intervals)
@@ -24,7 +24,7 @@ class Intervals:
         self.changed: dict[int, int | None] = {}  # first → last; None: no interval begins there any more
 
     def add(self, number: int) -> bool:
-        """Whether the number is new."""
+        """Add a number. Returns whether it is new."""
         first, last = self._first, self._last
         i = len(last) - 1
         if i >= 0 and number <= last[i]:
@@ -50,7 +50,9 @@ class Intervals:
         return True
 
     def add_range(self, first: int, last: int) -> bool | None:
-        """Add consecutive numbers if all are new. Returns whether they were; None, and adds nothing, if only some."""
+        """Add consecutive numbers if all are new. Returns whether they were; None, and adds nothing, if only some are
+        new.
+        """
         i = bisect_right(self._first, last) - 1  # the last interval that begins at or before the end
         if i >= 0 and self._last[i] >= first:
             return False if self._first[i] <= first and last <= self._last[i] else None
@@ -68,7 +70,7 @@ class Intervals:
 
     @property
     def count(self) -> int:
-        """How many intervals there are."""
+        """The number of intervals."""
         return len(self._first)
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -77,13 +79,13 @@ class Intervals:
 
 
 def fresh(records: Sequence[Telemetry], intervals: dict[tuple[str, str], Intervals]) -> list[Telemetry]:
-    """The records that have not been here before; `intervals`, by run and source, then know them too.
+    """Return the records that have not been seen before, and add them to `intervals`, which are by run and source.
 
-    A record without a source has no identity and counts as new. So does a Run, which is written over. Measurements of
-    which a part has been here come back as the single records that have not.
+    A record without a source has no identity and counts as new. So does a Run, which is overwritten. Measurements that
+    were partly seen before are returned as the single records that were not.
     """
     new: list[Telemetry] = []
-    key, here = ("", ""), Intervals()  # of no record that has a source
+    key, here = ("", ""), Intervals()  # for records without a source
     for record in records:
         if not record.source:
             new.append(record)
@@ -103,16 +105,16 @@ def fresh(records: Sequence[Telemetry], intervals: dict[tuple[str, str], Interva
 
 
 class Delivered:
-    """The table `delivered`, as its writer remembers it."""
+    """The writer's cached copy of the table `delivered`."""
 
     def __init__(self, database: Database, symbols: Symbols) -> None:
         self._database = database
         self._symbols = symbols
         self._intervals: dict[tuple[str, str], Intervals] = {}
-        self._touched: set[tuple[str, str]] = set()  # by the batch that is being written
+        self._touched: set[tuple[str, str]] = set()  # by the batch being written
 
     def fresh(self, records: Sequence[Telemetry]) -> list[Telemetry]:
-        """Return the records that are not stored yet, and note them as stored."""
+        """Return the records that are not stored yet, and mark them as stored."""
         self._touched = {(run_of(record), record.source) for record in records}
         for key in self._touched:
             if key not in self._intervals:
@@ -127,7 +129,7 @@ class Delivered:
         return self._symbols.known(run), self._symbols.known(source)
 
     def save(self) -> None:
-        """Write what changed; in the transaction of the records themselves."""
+        """Write the changes, in the same transaction as the records."""
         for key in self._touched:
             intervals = self._intervals[key]
             if not intervals.changed:
@@ -145,8 +147,8 @@ class Delivered:
                     )
             intervals.changed = {}
         for key in [*self._intervals][: max(0, len(self._intervals) - SOURCES_REMEMBERED)]:
-            del self._intervals[key]  # read from the table again if more comes from there
+            del self._intervals[key]  # read from the table again if more arrives from this source
 
     def forget(self) -> None:
-        """Forget what is known of all sources: the transaction failed, or somebody else has written."""
+        """Forget everything known of all sources, after a failed transaction or a write by another process."""
         self._intervals = {}

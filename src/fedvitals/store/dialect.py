@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes where SQLite and PostgreSQL differ: type names, placeholders, how a transaction begins.
+"""Describes the differences between SQLite and PostgreSQL: type names, placeholders, how a transaction begins.
 
-All SQL of the store is plain text over DB-API. It keeps to what SQLite and PostgreSQL both understand, so that a second
-database is one more `Dialect` and the way to open its connection, not a second store.
+All SQL of the store is plain text over DB-API. It keeps to what both SQLite and PostgreSQL understand, so that another
+database only needs a `Dialect` and a way to open a connection, not a second store.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ def _infinite(number: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The differences of one database from the others."""
+    """The properties in which one database differs from the others."""
 
     name: str
-    types: Mapping[str, str]  # from the words that `schema` uses for types
-    errors: tuple[type[Exception], ...]  # what the driver raises
-    begin: str  # a transaction that is going to write
+    types: Mapping[str, str]  # from the type names that `schema` uses
+    errors: tuple[type[Exception], ...]  # the exceptions that the driver raises
+    begin: str  # begins a transaction that is going to write
     placeholder: str = "?"
     unique: str = "CREATE UNIQUE INDEX {name} ON {table} ({column})"
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the driver's `execute`
-    # Where several processes may write at once: how one waits for its turn at something (a number stands for its
-    # name), and how the next block of layer statistics is numbered. Empty where the database has one writer.
+    options: Mapping[str, Any] = field(default_factory=dict)  # for the driver's `execute`
+    # For databases that several processes may write at once: the statement that waits for a lock (identified by a
+    # number derived from its name), and how the next block of layer statistics is numbered. Empty where the database
+    # has one writer.
     lock: str = ""
     next_block: str = ""
-    numbered: int = 0  # values that a statement with numbered placeholders takes; 0 where rows are sent one by one
-    gather: str = "json_group_array({})"  # how the values of a group become one; see `gathered`
-    hide: Callable[[str], str] = str  # takes out of an error's words what nobody may read
+    # how many values a statement with numbered placeholders accepts; 0 where rows are sent one by one
+    numbered: int = 0
+    gather: str = "json_group_array({})"  # aggregates the values of a group into one; see `gathered`
+    hide: Callable[[str], str] = str  # removes secrets from the text of an error
 
     @property
     def shared(self) -> bool:
@@ -56,21 +58,22 @@ class Dialect:
         return bool(self.lock)
 
     def gathered(self, value: Any) -> list[float | None]:
-        """The numbers that `gather` has put together: of many rows a hundred times fewer objects to make."""
+        """Return the numbers that `gather` has combined: a hundred times fewer objects than one row each."""
         if not isinstance(value, str):
             return list(value)
-        if "Inf" in value or "9e999" in value:  # JSON has no infinity; which of the two it is depends on the version
+        # JSON has no infinity; which of the two texts appears depends on the version
+        if "Inf" in value or "9e999" in value:
             value = value.replace("9e999", _LARGEST).replace("Inf", _LARGEST)
             return [_infinite(number) for number in _NUMBERS.decode(value)]
         return _NUMBERS.decode(value)
 
     def sql(self, text: str) -> str:
-        """The statement as this database wants it; no SQL of ours has a question mark inside quotes."""
+        """Return the statement in this database's syntax; our SQL has no question mark inside quotes."""
         return text if self.placeholder == "?" else text.replace("%", "%%").replace("?", self.placeholder)
 
 
 def lock_number(name: str) -> int:
-    """The number that stands for a lock's name: 64 bits, the same in every process."""
+    """Return the 64-bit number of a lock, derived from its name: the same in every process."""
     return int.from_bytes(hashlib.blake2b(f"fedvitals {name}".encode("utf-8", "replace"), digest_size=8).digest(),
                           "big", signed=True)  # fmt: skip
 
@@ -86,15 +89,15 @@ SQLITE = Dialect(
         "json": "TEXT",
         "blob": "BLOB",
     },
-    # An integer beyond 64 bits, a lone surrogate in a name that is asked for, a second statement in one text.
+    # An integer beyond 64 bits, a lone surrogate in a requested name, a second statement in one text.
     errors=(sqlite3.Error, OverflowError, UnicodeEncodeError, sqlite3.Warning),
-    begin="BEGIN IMMEDIATE",  # a deferred one could not wait for its turn once it has read
-    numbered=999,  # what an old SQLite takes
+    begin="BEGIN IMMEDIATE",  # a deferred transaction could not wait for its turn once it has read
+    numbered=999,  # the limit of old versions of SQLite
 )
 
 
 class Database:
-    """A DB-API connection that speaks the store's SQL; errors come out as StoreError and name the store."""
+    """A DB-API connection that uses the store's SQL. Driver errors are raised as StoreError, which names the store."""
 
     def __init__(self, connection: Any, dialect: Dialect, target: str) -> None:
         self.connection = connection
@@ -110,7 +113,7 @@ class Database:
         return rows
 
     def each_row(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """Run a statement and yield its rows one by one, for those who keep less than the rows take as objects."""
+        """Run a statement and yield its rows one by one, for callers that keep less than the rows take as objects."""
         try:
             yield from self._run(sql, values)
         except self.dialect.errors as error:
@@ -127,8 +130,8 @@ class Database:
         return self.connection.execute(self.dialect.sql(sql), values, **self.dialect.options)
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        """The same statement for each row of values."""
-        rows = [*rows]  # before the driver begins: making a row may ask this very connection for the number of a name
+        """Run the same statement for each row of values."""
+        rows = [*rows]  # before the driver begins: making a row may use this same connection to look up a name's number
         if not rows:
             return
         try:
@@ -137,7 +140,7 @@ class Database:
             raise self.failed("written", error) from error
 
     def insert(self, into: str, columns: Sequence[Column]) -> None:
-        """Insert rows that come as columns; `into` is the statement up to its values."""
+        """Insert rows given as columns; `into` is the statement up to VALUES."""
         if not self.dialect.numbered:
             self.many(f"{into} VALUES ({', '.join('?' * len(columns))})", rows_of(columns))
             return
@@ -148,17 +151,19 @@ class Database:
             raise self.failed("written", error) from error
 
     def take_turn(self, name: str) -> None:
-        """Wait until no other process holds what is named; until the end of the transaction it is ours."""
+        """Wait for the named lock, which is then held until the end of the transaction."""
         if self.dialect.lock:
             self.execute(self.dialect.lock, (lock_number(name),))
 
     def rollback(self) -> None:
-        """Undo what the transaction did, if there is one left to undo; what went wrong before is the news, not this."""
+        """Undo the transaction if there is still one; an error of the rollback itself is ignored."""
         with contextlib.suppress(*self.dialect.errors):
             self.connection.execute("ROLLBACK")
 
     def failed(self, what: str, error: Exception) -> StoreError:
-        """Return the error to raise for a driver's error; `what` could not be done: «read» or «written»."""
+        """Return the StoreError to raise for a driver's error; `what` is the operation that failed: «read» or
+        «written».
+        """
         message = self.dialect.hide(str(error)).rstrip(".")
         mend = f" `fedvitals doctor {self.target} --mend` saves what can still be read."
         if "not a database" in message:  # SQLite refuses such a file before it changes anything

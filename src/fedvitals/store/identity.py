@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a store's file is still the one that was opened, or was deleted, replaced or overwritten.
+"""Detects whether a store's file is still the one that was opened, or was deleted, replaced or overwritten.
 
 A store that is being written consists of its file and a write-ahead log beside it (`-wal`, with its index `-shm`).
-SQLite applies such a log to whatever file has the store's name. A log that belongs to another file must therefore be
-moved aside before anybody opens the file, and a process whose file was exchanged must neither fold its log into the new
-one nor write to it.
+SQLite applies this log to whatever file has the store's name. A log that belongs to another file must therefore be
+moved aside before anything opens the file, and a process whose file was replaced must neither fold its log into the new
+file nor write to it.
 """
 
 from __future__ import annotations
@@ -24,36 +24,37 @@ from typing import Self
 from fedvitals.store.lock import note_of
 
 SIDE_FILES = ("-wal", "-shm")
-TABLES = ("symbol", "metric", "event", "span", "transfer", "finding", "layer_block")  # that only grow as a run goes on
+# tables that only grow during a run
+TABLES = ("symbol", "metric", "event", "span", "transfer", "finding", "layer_block")
 RUNS_REMEMBERED = 8
 RUNS_COMPARED = 10_000
-PATIENCE, PAUSE = 5.0, 0.05  # seconds that another process may take to fold the log into the file
+PATIENCE, PAUSE = 5.0, 0.05  # seconds in which another process may fold the log into the file
 
-Signature = tuple[int, int, int, int]  # device, inode, bytes and time of change of a file
+Signature = tuple[int, int, int, int]  # device, inode, bytes and change time of a file
 
 _GATE = threading.Lock()
-_MAINTAINED: dict[Path, int] = {}  # how often this process has cleared up or mended each store
+_MAINTAINED: dict[Path, int] = {}  # how often this process has compacted or repaired each store
 
 
 class Condition(enum.Enum):
-    """What has become of the file that was opened."""
+    """What has happened to the file that was opened."""
 
     SAME = "same"
-    MOVED = "moved"  # deleted, or another file has its name: ours lives on behind the open connection
-    OVERWRITTEN = "overwritten"  # the same inode with another content: ours is gone
+    MOVED = "moved"  # deleted or replaced by another file: ours still exists behind the open connection
+    OVERWRITTEN = "overwritten"  # the same inode with other content: ours is gone
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a store's file holds without its log, in short: some of its runs, and the highest number in each table."""
+    """A short description of a store's file without its log: some of its runs, and the highest number in each table."""
 
     runs: frozenset[tuple[int, float | None]]
     highest: tuple[int, ...]
 
     def continues(self, earlier: Content, *, edited: bool = False) -> bool:
-        """Whether this is a later (or the same) state of the store that had the earlier content.
+        """Whether this is a later (or the same) state of the store whose content was `earlier`.
 
-        `edited`: another program may have deleted rows, though no runs.
+        `edited`: another program may have deleted rows, but no runs.
         """
         grown = all(now >= before for now, before in zip(self.highest, earlier.highest, strict=True))
         return (grown or edited) and earlier.runs <= self.runs
@@ -64,7 +65,7 @@ class Content:
 
     @classmethod
     def from_json(cls, text: str) -> tuple[Self, Signature] | None:
-        """The content and signature in a note, None when it has neither."""
+        """Return the content and the signature in a note, or None if it has neither."""
         try:
             note = json.loads(text.partition("\n")[0])
             runs = frozenset((int(number), started) for number, started in note["runs"])
@@ -76,25 +77,25 @@ class Content:
 
 
 def signature_of(path: Path | str) -> Signature | None:
-    """Device, inode, size and time of change; None when there is no such file. Does not open it."""
+    """Return device, inode, size and change time of a file without opening it; None if there is no such file."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - before each commit, and a text is quicker than a Path
+        status = os.stat(path)  # noqa: PTH116 - called before each commit, and a text is faster than a Path
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
 
 
 def _alone(path: Path) -> sqlite3.Connection:
-    """A connection that reads the file itself, whatever log lies beside it.
+    """Return a connection that reads the file itself, ignoring any log beside it.
 
-    SQLite takes it for a file that never changes: without locks, and without touching its log. Opening it in any other
-    way would drop the locks that this process holds on it.
+    SQLite treats it as a file that never changes: without locks, and without touching its log. Opening it in any other
+    way would release the locks that this process holds on it.
     """
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
 
 def content_of(path: Path) -> Content | None:
-    """What the file itself holds; None when it cannot be read without its log, as while that is being folded in."""
+    """Return the content of the file itself; None if it cannot be read without its log, as while that is folded in."""
     highest = ", ".join(f"(SELECT MAX(rowid) FROM {table})" for table in TABLES)  # noqa: S608 - our own words only
     try:
         with contextlib.closing(_alone(path)) as connection:
@@ -106,10 +107,10 @@ def content_of(path: Path) -> Content | None:
 
 
 def is_another(path: Path, earlier: Content, *, edited: bool = False) -> bool | None:
-    """Whether the file holds something else than a later state of a store; None when that cannot be seen.
+    """Whether the file holds something other than a later state of a store; None if that cannot be determined.
 
-    A file into which a log is being folded, or was when its writer was killed, is not sound without that log. One that
-    is sound by itself and does not continue the store is another.
+    A file into which a log is being folded, or was when its writer was killed, is not consistent without that log. A
+    file that is consistent by itself and does not continue the store is another one.
     """
     signature = signature_of(path)
     if signature is None or not signature[2]:
@@ -127,16 +128,16 @@ def is_another(path: Path, earlier: Content, *, edited: bool = False) -> bool | 
 
 
 class FileWatch:
-    """Tells whether a store's file was exchanged since this process has written to it.
+    """Detects whether a store's file was replaced since this process last wrote to it.
 
-    `check` costs one `stat` as long as nothing was folded into the file. Afterwards, the content is compared.
+    `check` costs one `stat` as long as nothing was folded into the file. After that, the content is compared.
     """
 
     def __init__(self, path: Path, is_sound: Callable[[], bool], is_edited: Callable[[], bool]) -> None:
         """Begin to watch a store that this process has just opened.
 
         `is_sound`: whether it can be read through the open connection, which knows the log. `is_edited`: whether
-        another program has written to it through SQLite since.
+        another program has since written to it through SQLite.
         """
         self._path, self._is_sound, self._is_edited = path.absolute(), is_sound, is_edited
         self._name = str(self._path)
@@ -144,21 +145,21 @@ class FileWatch:
         self._content = content_of(self._path)
         self._maintained = _MAINTAINED.get(self._path, 0)
         self._logs = self._log_inodes()
-        self._index_bytes = 0  # of the log's index, as last seen
+        self._index_bytes = 0  # size of the log's index when last seen
 
     @property
     def identified(self) -> bool:
-        """Whether the file itself holds anything by which it can be recognised."""
+        """Whether the file itself holds anything that identifies it."""
         return self._content is not None and any(self._content.highest)
 
     def note(self) -> str | None:
-        """What another process needs in order to see that the log belongs to the file."""
+        """Return what another process needs in order to see that the log belongs to the file."""
         if self._content is None or self._signature is None:
             return None
         return self._content.to_json(self._signature)
 
     def remember(self) -> bool:
-        """Take in what this process has just written; whether the file itself has changed by it."""
+        """Record what this process has just written. Returns whether the file itself has changed by it."""
         if not self.restore_index() or len(self._logs) < len(SIDE_FILES):
             self._logs = self._log_inodes() or self._logs
             self.restore_index()
@@ -170,15 +171,16 @@ class FileWatch:
         content, before = content_of(self._path), self._content
         known = before is None or {run for run, _ in before.runs} <= {run for run, _ in (content or before).runs}
         if content is None or not known:
-            return False  # `check` finds it again, and says what it is
+            return False  # `check` detects it again, and reports what it is
         self._signature, self._content = signature, content
         return True
 
     def restore_index(self) -> bool:
-        """Give the log's index its length back if another program has cut it short; whether it is the index we know.
+        """Restore the length of the log's index if another program has truncated it. Returns whether it is the known
+        index.
 
-        SQLite keeps that file in its address space, and touching what lies beyond its end kills the process (SIGBUS).
-        An index of zeros is one that SQLite makes anew from the log.
+        SQLite maps that file into memory, and touching what lies beyond its end kills the process (SIGBUS). SQLite
+        rebuilds an index of zeros from the log.
         """
         path = f"{self._name}-shm"
         signature = signature_of(path)
@@ -186,14 +188,14 @@ class FileWatch:
             return False
         if signature[2] < self._index_bytes:
             with contextlib.suppress(OSError):
-                os.truncate(path, 0)  # its beginning alone would be taken for a whole index
+                os.truncate(path, 0)  # its beginning alone would be taken for a complete index
                 os.truncate(path, self._index_bytes)
         else:
             self._index_bytes = signature[2]
         return True
 
     def check(self) -> Condition:
-        """Return what has become of the file."""
+        """Return what has happened to the file."""
         self.restore_index()
         signature = signature_of(self._name)
         if signature == self._signature and signature is not None:
@@ -209,7 +211,7 @@ class FileWatch:
             if time.monotonic() > deadline:
                 break
             time.sleep(PAUSE)
-        # Our connection may still see all of a file that was cut off, in its log. Only clearing up makes one shorter.
+        # Our connection may still see all of a truncated file, in its log. Only maintenance makes a file shorter.
         cut = signature[2] < self._signature[2]
         if another or (another is None and (cut or not self._is_sound())):
             return Condition.OVERWRITTEN
@@ -217,7 +219,7 @@ class FileWatch:
         return Condition.SAME
 
     def move_log_aside(self) -> list[Path]:
-        """Give our log and its index other names, so that nobody applies them to another file; the new names.
+        """Rename our log and its index, so that nothing applies them to another file. Returns the new names.
 
         Files of these names that are not ours are left alone.
         """
@@ -235,7 +237,7 @@ class FileWatch:
 
 
 def maintained(path: Path) -> None:
-    """This process has cleared up or mended a store: its writers in here take the result for theirs."""
+    """Note that this process has compacted or repaired a store, so that its writers accept the result as their own."""
     with _GATE:
         _MAINTAINED[path.absolute()] = _MAINTAINED.get(path.absolute(), 0) + 1
 
@@ -243,8 +245,8 @@ def maintained(path: Path) -> None:
 def has_foreign_log(path: Path, note: str | None = None) -> bool:
     """Whether the log beside a store belongs to another file that had its name before.
 
-    `note`: what the log's writer left in the lock file, by default what lies there now. Without any, the log is taken
-    to belong to the store, as SQLite does.
+    `note`: the note of the log's writer, by default the one in the lock file now. Without any note, the log is assumed
+    to belong to the store, as SQLite assumes.
     """
     log = signature_of(path.with_name(path.name + "-wal"))
     if log is None or not log[2]:
@@ -259,7 +261,9 @@ def has_foreign_log(path: Path, note: str | None = None) -> bool:
 
 
 def set_foreign_log_aside(path: Path, note: str | None = None) -> list[Path]:
-    """Rename the log of another file, and its index; the new names. Only for the process that may write the store."""
+    """Rename the log of another file, and its index. Returns the new names. Only for the process that may write the
+    store.
+    """
     if not has_foreign_log(path, note):
         return []
     files = [path.with_name(path.name + suffix) for suffix in SIDE_FILES]
@@ -267,19 +271,19 @@ def set_foreign_log_aside(path: Path, note: str | None = None) -> list[Path]:
 
 
 def logs_aside(path: Path) -> list[Path]:
-    """Logs that were renamed because they belong to another file than the store that has the name now."""
+    """Return the logs that were renamed because they belong to a file that no longer has the store's name."""
     files = (path.parent.glob(f"{path.name}{suffix}.aside-*") for suffix in SIDE_FILES)
     return sorted(file for group in files for file in group)
 
 
 def continued_in(path: Path) -> list[Path]:
-    """Stores beside this one in which a training went on whose file was exchanged."""
+    """Return the stores beside this one in which a training continued after its file was replaced."""
     files = (path.parent.glob(f"{path.name}.{word}-*") for word in ("rescued", "continued"))
     return sorted(file for group in files for file in group if file.name.rpartition("-")[2].isdecimal())
 
 
 def free_name(path: Path, word: str) -> Path:
-    """«runs.db.rescued-4711», with the number of this process, or the next one that is free."""
+    """Return «runs.db.rescued-4711», with the number of this process, or the next free name."""
     first = path.with_name(f"{path.name}.{word}-{os.getpid()}")
     more = (first.with_name(f"{first.name}-{number}") for number in range(2, 10_000))
     return next(name for name in (first, *more) if not name.exists())

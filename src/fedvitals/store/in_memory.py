@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps records in memory: the history that live detectors read, with the same answers as the SQL store.
 
-It keeps the newest `rounds` of a run, and of all rounds only the names of clients and layers. A round of 200 clients
-and an MLP takes 0.3 MB: its metrics as arrays, once the rounds after it have come, and its layer statistics as on disk.
+It keeps the newest `rounds` of a run; of older rounds, only the names of clients and layers. A round of 200 clients and
+an MLP takes 0.3 MB: its metrics as arrays, once the following rounds have arrived, and its layer statistics as on disk.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from fedvitals.store.rows import as_stored, check, to_json
 
 R = TypeVar("R")
 Newest = Mapping[Node | None, tuple[float, float]]  # node → (at, value)
-Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
+Block = tuple[str, Entries, Numbers]  # the layer table and the block's content for one round
 
 
-LATE = 16  # rounds by which a value of the run or the server may come late and is still put into a series that is kept
+LATE = 16  # rounds by which a value of the run or the server may be late and still be added to a cached series
 Placed = tuple[float, int, Event]  # when it happened, its place in the order of arrival, and the event
 
 
 class _EventIndex:
-    """The events of a run by name and by round, oldest first; takes in what has been added to their list since."""
+    """The events of a run by name and by round, oldest first; extends itself with events added to their list later."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = events
@@ -60,7 +60,7 @@ class _EventIndex:
         self._rounds: list[int] = []
 
     def __call__(self, name: str | None, since: int | None) -> list[Event]:
-        """Return the events of a name (None: of all) and from a round on (None: from the beginning)."""
+        """Return the events of a name (None: all names) from a round on (None: from the beginning)."""
         while self._taken < len(self.events):
             self._add(self.events[self._taken])
         if since is None:
@@ -82,11 +82,11 @@ class _EventIndex:
                 insort(self._rounds, event.where.round)
             lists.append(self._by_round.setdefault(event.where.round, []))
         for same in lists:
-            insort(same, placed)  # at the end, as a rule
+            insort(same, placed)  # usually at the end
 
 
 class PackedValues(Newest):
-    """The newest values of a metric in a round that is over, as arrays: a fifth of what a dictionary takes."""
+    """The newest values of a metric in a completed round, as arrays: a fifth of the memory of a dictionary."""
 
     __slots__ = ("_at", "_places", "_values")
 
@@ -117,7 +117,7 @@ class _Series:
     values: list[float] = field(default_factory=list)
 
     def follow(self, by_round: dict[int, Newest], node: Node | None) -> None:
-        """Read the rounds that are new, and the newest of those before once more; all, once old ones are forgotten."""
+        """Read the new rounds, and the newest of the earlier ones again; all of them once old rounds were dropped."""
         first = next(iter(by_round), None)
         if first != self.first or len(by_round) < self.known:
             self.known, self.rounds, self.values = 0, [], []
@@ -134,30 +134,30 @@ class _Series:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of one run."""
+    """What the store remembers of one run."""
 
     rounds: set[int] = field(default_factory=set)
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
-    replaced: dict[str, int] = field(default_factory=dict)  # how often values of a metric gave way to newer ones
+    replaced: dict[str, int] = field(default_factory=dict)  # how often newer values of a metric replaced older ones
     events: list[Event] = field(default_factory=list)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
-    of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
+    of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same blocks by family and round
     truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
     series: dict[tuple[str, Node | None], _Series] = field(default_factory=dict)  # of the run and of the server
     unpacked: set[int] = field(default_factory=set)  # rounds with values that are not packed yet
     places: dict[tuple[Node | None, ...], dict[Node | None, int]] = field(default_factory=dict)  # as last packed
-    index: _EventIndex | None = None  # of `events`, made when they are asked for
+    index: _EventIndex | None = None  # index of `events`, built on first use
 
     def indexed_events(self) -> _EventIndex:
-        """Return the index of the events; a new one where these are another list than before."""
+        """Return the index of the events, rebuilt if `events` is now another list."""
         if self.index is None or self.index.events is not self.events:
             self.index = _EventIndex(self.events)
         return self.index
 
     def newest(self, name: str, round_index: int) -> dict[Node | None, tuple[float, float]]:
-        """Return the newest values of a metric in a round, to be written to."""
+        """Return the newest values of a metric in a round, as a dictionary to be modified."""
         by_round = self.metrics.setdefault(name, {})
         values = by_round.get(round_index)
         if not isinstance(values, dict):
@@ -166,7 +166,7 @@ class _Memory:
         return values
 
     def pack_values(self) -> None:
-        """Pack the values of all rounds but the newest, which more values may still come for."""
+        """Pack the values of all rounds but the newest, which may still receive values."""
         newest = max(self.unpacked, default=0)
         due = [number for number in self.unpacked if number <= newest - LATE]
         for number in due:
@@ -177,7 +177,7 @@ class _Memory:
                 if not isinstance(values, dict):
                     continue
                 nodes, columns = tuple(values), np.array([*values.values()]).reshape(-1, 2)
-                if nodes not in places:  # the same for most metrics, and often those of the round before
+                if nodes not in places:  # the same for most metrics, and often the same as in the previous round
                     places[nodes] = self.places.get(nodes) or {node: i for i, node in enumerate(nodes)}
                 at = times.setdefault(columns[:, 0].tobytes(), columns[:, 0].copy())
                 by_round[number] = PackedValues(places[nodes], at, columns[:, 1].copy())
@@ -186,10 +186,10 @@ class _Memory:
 
 
 def _keep_value(memory: _Memory, record: Metric, round_index: int) -> None:
-    """Keep a metric's value, unless a newer one is known."""
+    """Keep a metric's value unless a newer one is known."""
     node = record.where.node
     if node is None and record.where.group is not None:
-        return  # about the whole of one edge or cluster, not of the federation
+        return  # about one edge or cluster as a whole, not the federation
     newest = memory.newest(record.name, round_index)
     before = newest.get(node)
     if before is None or record.at >= before[0]:
@@ -199,10 +199,10 @@ def _keep_value(memory: _Memory, record: Metric, round_index: int) -> None:
 
 
 class MemoryStore(Sink):
-    """A sink that remembers. Each write is all or nothing to those who read from other threads.
+    """A sink that keeps records in memory. Each write is atomic for readers in other threads.
 
-    It keeps what a `History` shows, of the newest `rounds` of each run where that is given: a training may be longer
-    than memory is large. With `everything`, it also keeps each record as it came (for tests).
+    It keeps what a `History` shows, limited to the newest `rounds` of each run if given, since a training may be longer
+    than memory is large. With `everything`, it also keeps each record as it arrived (for tests).
     """
 
     takes_measurements = True
@@ -219,7 +219,7 @@ class MemoryStore(Sink):
         self._texts: list[str] = [""]  # symbols count from 1
 
     def write(self, records: Sequence[Telemetry], /) -> None:
-        """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
+        """Keep a batch. If some records cannot be kept, the others are kept and RecordError is raised."""
         check(records)
         with self.lock:
             statistics: list[LayerMatrices] = []
@@ -248,7 +248,7 @@ class MemoryStore(Sink):
             raise RecordError(f"{len(errors)} of {len(records)} records cannot be kept: {errors[0]}") from errors[0]
 
     def note(self, messages: Transfers) -> None:
-        """Note who took part in a round: all that a `History` shows of messages."""
+        """Record who took part in a round, which is all that a `History` shows of messages."""
         with self.lock:
             self._delivered.setdefault((messages.run, messages.source), Intervals()).add_range(
                 messages.sequence, messages.sequence + len(messages) - 1
@@ -258,10 +258,12 @@ class MemoryStore(Sink):
             memory.rounds.update(() if messages.round is None else (messages.round,))
 
     def _write_blocks(self, same: Sequence[LayerMatrices]) -> list[Exception]:
-        """Keep matrices of one family and round as one block, or one by one where that fails; what still failed."""
+        """Keep matrices of one family and round as one block, or one by one if that fails. Returns the remaining
+        errors.
+        """
         first = same[0]
         try:
-            # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
+            # Packed as on disk, so that live detectors see exactly the numbers that they will see in the stored run.
             block, memory = (first.table, *block_of(same, self._number)), self.memory(first.run)
         except Exception as error:  # noqa: BLE001
             return [error] if len(same) == 1 else [failed for record in same for failed in self._write_blocks([record])]
@@ -272,7 +274,7 @@ class MemoryStore(Sink):
 
     @staticmethod
     def _forget_old(memory: _Memory, window: int) -> None:
-        """Let go of all rounds but the newest; of a few more at once, since events and blocks are walked over."""
+        """Forget all rounds but the newest; a few at a time, since it walks over all events and blocks."""
         if len(memory.rounds) <= window + window // 32:
             return
         oldest = sorted(memory.rounds)[-window]
@@ -288,7 +290,7 @@ class MemoryStore(Sink):
             memory.events = [
                 event for event in memory.events if event.where.round is None or event.where.round >= oldest
             ]
-        for family, blocks in memory.blocks.items():  # the entries of a block are of one round
+        for family, blocks in memory.blocks.items():  # all entries of a block belong to one round
             memory.blocks[family] = [block for block in blocks if block[1].rounds[0] >= oldest]
 
     def _write_run(self, run: Run) -> None:
@@ -299,7 +301,7 @@ class MemoryStore(Sink):
 
     def _write_one(self, memory: _Memory, record: Any) -> None:
         where = record.where
-        if isinstance(record, Truth):  # no word of it in what a `History` shows
+        if isinstance(record, Truth):  # never shown by a `History`
             memory.truth.append(replace(record, data=json.loads(to_json(record.data))))
             if self._everything:
                 memory.records.setdefault(Truth, []).append(record)
@@ -324,12 +326,12 @@ class MemoryStore(Sink):
             return
         if nodes:
             memory.rounds.add(measured.round)
-        if len({*measured.nodes}) < len(measured.nodes):  # the last of a node's values is known by their order alone
+        if len({*measured.nodes}) < len(measured.nodes):  # among a node's values, only their order shows which is last
             for record in measured.records():
                 if isinstance(record, Metric):
                     _keep_value(memory, record, measured.round)
             return
-        # What is about the whole of one edge or cluster is not about the federation.
+        # A value about one edge or cluster as a whole is not about the federation.
         shown = [node is not None or group is None for node, group in zip(measured.nodes, measured.groups, strict=True)]
         present = measured.present & np.array(shown, np.bool_)[:, None]
         for column, name in enumerate(measured.names):
@@ -353,23 +355,23 @@ class MemoryStore(Sink):
         return number
 
     def texts(self, numbers: Iterable[int]) -> list[str]:
-        """Return the names of these numbers."""
+        """Return the names for these numbers."""
         return [self._texts[number] for number in numbers]
 
     def memory(self, run: str) -> _Memory:
-        """What is known of a run; nothing, of a run that nobody has written about."""
+        """Return what is remembered of a run; empty for a run without records."""
         memory = self._memories.get(run)
         if memory is None:
             memory = self._memories[run] = _Memory()
         return memory
 
     def records(self, run: str, kind: type[R]) -> Sequence[R]:
-        """Every record of one type, in order of arrival; only with `everything`."""
+        """Return every record of one type, in order of arrival; only with `everything`."""
         with self.lock:
             return list(self.memory(run).records.get(kind, ()))
 
     def truth_of(self, run: str) -> list[Truth]:
-        """What was made ill in a run (by id), for trials only; the twin of `queries.truth_of`."""
+        """Return the planted faults of a run (by id), for trials only; the counterpart of `queries.truth_of`."""
         with self.lock:
             return list(self.memory(run).truth)
 
@@ -449,9 +451,7 @@ class MemoryHistory:
             return self._store.memory(self._run).indexed_events()(name, since)
 
     def changes_of(self, name: str, round_index: int) -> Hashable:
-        """Return a value that differs once answers about a metric or a family of layer statistics in a round may
-        differ.
-        """
+        """Return a value that changes whenever answers about a metric or a family in a round may change."""
         with self._store.lock:
             memory = self._store.memory(self._run)
             if name in FAMILIES:

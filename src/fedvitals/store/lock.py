@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets one process at a time write a store. Readers need no lock; writers of one process take turns."""
+"""Lets one process at a time write a store. Readers need no lock; the writers of one process take turns."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from fedvitals.store.positions import read_at, write_at
 
 try:
     import fcntl
-except ImportError:  # Windows: nobody is kept from writing but by SQLite's own locks
+except ImportError:  # Windows: only SQLite's own locks keep other processes from writing
     fcntl = None  # type: ignore[assignment]
 
 NOTE_BYTES = 1 << 16
-# The C structure `flock`, whose order of fields differs: type, whence, start, length, process; on macOS type and whence
+# The C structure `flock`, whose field order differs: type, whence, start, length, process; on macOS type and whence
 # come last.
 _FLOCK, _FLOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 
-# A record lock goes when its process closes the file, whichever of its threads and by whichever number: what this
-# process holds is known here, and nobody in it opens such a file to read, or closes one that others of it still hold.
+# A record lock is released when its process closes the file, from whichever thread and through whichever descriptor.
+# What this process holds is therefore recorded here; nothing in it opens such a file to read it, or closes one that
+# another of its writers still holds.
 _GATE = threading.Lock()
-_HELD: dict[Path, int] = {}  # how many of this process hold the file
-_LEFT: dict[Path, list[int]] = {}  # files that wait for the last of them to go
+_HELD: dict[Path, int] = {}  # how many writers of this process hold the file
+_LEFT: dict[Path, list[int]] = {}  # files to be closed when their last holder is gone
 
 
 def _forget() -> None:
-    """In a forked child, which has none of its parent's locks."""
-    global _GATE  # noqa: PLW0603 - somebody may have held it while the process forked
+    """Reset the state in a forked child, which inherits none of its parent's locks."""
+    global _GATE  # noqa: PLW0603 - another thread may have held it while the process forked
     _GATE = threading.Lock()
     _HELD.clear()
     _LEFT.clear()
@@ -43,7 +44,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def owner_of(file: int) -> str:
-    """The process that an open lock file names."""
+    """Return the process named in an open lock file."""
     return read_at(file, 32, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
 
 
@@ -57,7 +58,7 @@ def _is_lock_file(file: int) -> bool:
 
 
 def _read(path: Path) -> str:
-    """The content of a lock file. Raises OSError for a pipe, which could block the reader."""
+    """Return the content of a lock file. Raises OSError for a pipe, which could block the reader."""
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -68,7 +69,7 @@ def _read(path: Path) -> str:
 
 
 def writer_of(store: Path) -> int | None:
-    """The process that writes a store, by the file beside it, or that was the last to; None: nobody."""
+    """Return the process that writes a store or was the last to write it, from the lock file; None if there is none."""
     path = _path(store)
     with _GATE:
         if path in _HELD:
@@ -91,7 +92,7 @@ def is_held_elsewhere(store: Path) -> bool:
         return False
     path = _path(store)
     with _GATE:
-        if path in _HELD:  # closing the file would free our own
+        if path in _HELD:  # closing the file would release our own lock
             return False
         try:
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -109,7 +110,7 @@ def is_held_elsewhere(store: Path) -> bool:
 
 
 def note_of(store: Path) -> str | None:
-    """What the last writer of a store noted in the file beside it; None when it is this process, or noted nothing."""
+    """Return the note of a store's last writer; None if that is this process, or it left no note."""
     path = _path(store)
     with _GATE:
         if path in _HELD:
@@ -121,21 +122,21 @@ def note_of(store: Path) -> str | None:
 
 
 class WriterLock:
-    """The file beside a store, locked by the process that writes and naming it.
+    """The file beside a store that its writing process locks and whose content names that process.
 
-    POSIX record locks, not flock: a forked child does not inherit them, so it cannot keep a store from being written
-    after its parent is gone. `hold` before every batch: the file may have been removed in between.
+    POSIX record locks, not flock: a forked child does not inherit them, so it cannot block the store after its parent
+    is gone. Call `hold` before every batch: the file may have been removed in between.
     """
 
     def __init__(self, store: Path) -> None:
         self._store = store
         self._path = _path(store)
         self._file: int | None = None
-        self._end = 0  # of what was noted
-        self.note_before: str | None = None  # what the last owner had noted, if it left the file behind
+        self._end = 0  # of the note
+        self.note_before: str | None = None  # the last owner's note, if it left the file behind
 
     def hold(self) -> None:
-        """Take the lock, or keep it. StoreError when another process has it."""
+        """Take the lock, or keep it. Raises StoreError if another process has it."""
         if fcntl is None:
             return
         with _GATE:
@@ -166,7 +167,7 @@ class WriterLock:
             self._say(self.note_before or "")
 
     def _open(self) -> int:
-        """Open the lock file, or make it. StoreError when something else has its name, which is then left alone."""
+        """Open or create the lock file. Raises StoreError if something else has its name, which is then left alone."""
         status = self._path.lstat() if os.path.lexists(self._path) else None
         if status is None or stat.S_ISREG(status.st_mode):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -186,7 +187,7 @@ class WriterLock:
                 self._say(text + "\n")
 
     def add(self, line: str) -> None:
-        """Write a line behind the note, over the one that was added before, which is as long."""
+        """Write a line after the note, replacing the previously added line, which has the same length."""
         if self._file is not None:
             write_at(self._file, f"{line}\n".encode(), self._end)
 
@@ -198,7 +199,7 @@ class WriterLock:
             self._end = len(content)
 
     def _has_log(self) -> bool:
-        """Whether the store's log stays behind, as it does while somebody reads: the note says whose it is."""
+        """Whether the store's log stays behind, as it does while a reader is open: the note says whose log it is."""
         try:
             return self._store.absolute().with_name(f"{self._store.name}-wal").stat().st_size > 0
         except OSError:
@@ -222,7 +223,7 @@ class WriterLock:
                 os.close(file)
 
     def release(self) -> None:
-        """Let other processes write."""
+        """Let other processes write the store."""
         with _GATE:
             if self._file is None:
                 return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads SQLite's write-ahead log: which pages it holds, and how much of it SQLite accepts.
 
-SQLite gives each page in the log (a *frame*) a checksum that includes all frames before it. It ignores a damaged frame
-with all that follow and says nothing, because the log of a process that was killed may end anywhere. The layout is the
-one of https://sqlite.org/fileformat2.html#walformat.
+SQLite gives each page in the log (a *frame*) a checksum that includes all frames before it. It silently ignores a
+damaged frame and all that follow, because the log of a killed process may end anywhere. The layout is described at
+https://sqlite.org/fileformat2.html#walformat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedvitals.store.positions import read_at
 
 HEADER, FRAME = struct.Struct(">8I"), struct.Struct(">6I")
 MAGIC = 0x377F0682  # with the lowest bit set, checksums are of big-endian words
-AT_ONCE = 64  # frames; half a megabyte of pages stays in the processor's cache
+AT_ONCE = 64  # frames; half a megabyte of pages fits into the processor's cache
 
 Salts = tuple[int, int]
 Words = npt.NDArray[np.uint32]
@@ -32,15 +32,15 @@ Words = npt.NDArray[np.uint32]
 class Log:
     """The committed part of a log."""
 
-    salts: Salts = (0, 0)  # change whenever SQLite begins the log anew
+    salts: Salts = (0, 0)  # changed whenever SQLite restarts the log
     frames: int = 0  # up to the last commit
     frame_of: dict[int, int] = field(default_factory=dict)  # the newest committed frame of each page
     page_count: int = 0  # of the database after the last commit
-    damaged: bool = False  # whether commits follow that SQLite ignores
+    damaged: bool = False  # whether there are later commits that SQLite ignores
 
 
 def read_log(path: Path, page_size: int) -> Log | None:
-    """Return what SQLite would accept of a log; None if there is none, or an empty one."""
+    """Return the part of a log that SQLite would accept; None if there is no log, or an empty one."""
     try:
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError:
@@ -48,11 +48,11 @@ def read_log(path: Path, page_size: int) -> Log | None:
     try:
         return _read(file, page_size) if os.fstat(file).st_size else None
     finally:
-        os.close(file)  # unlike the store's own file, SQLite locks nothing on this one
+        os.close(file)  # unlike for the store's own file, SQLite holds no locks on this one
 
 
 def frame_heads(file: int, first: int, last: int, page_size: int) -> Words:
-    """Return the heads of the frames from `first` to before `last` in an open log: [frames, 6]."""
+    """Return the headers of the frames from `first` up to, but not including, `last` in an open log: [frames, 6]."""
     size = FRAME.size + page_size
     heads = b"".join([read_at(file, FRAME.size, HEADER.size + i * size) for i in range(first, last)])
     return np.frombuffer(heads, np.uint32).reshape(-1, 6)
@@ -64,7 +64,7 @@ def page_in(file: int, frame: int, page_size: int) -> bytes:
 
 
 def sums_in(file: int, first: int, heads: Words, page_size: int) -> Words:
-    """Return `page_sums` of the pages in these frames, without reading them: SQLite has added them up already."""
+    """Return `page_sums` of the pages in these frames without reading the pages: SQLite has already summed them."""
     place = HEADER.size + first * (FRAME.size + page_size) - page_size - 8 if first else 24
     before = np.frombuffer(read_at(file, 8, place), np.uint32)[None, :]
     states = np.concatenate((before, heads[:, 4:6])).byteswap()
@@ -75,9 +75,9 @@ def sums_in(file: int, first: int, heads: Words, page_size: int) -> Words:
 
 
 def page_sums(pages: Words) -> Words:
-    """Return the checksum that SQLite's log would have of each page by itself, from rows of words: [pages, 2].
+    """Return the checksum that SQLite's log would give each page alone, from rows of words: [pages, 2].
 
-    All bits of a page count: of the two weights of a word, neighbouring Fibonacci numbers, at least one is odd.
+    Every bit of a page counts: of the two weights of a word, neighbouring Fibonacci numbers, at least one is odd.
     """
     return pages @ _weights(pages.shape[1] // 2)
 
@@ -106,7 +106,7 @@ def _read(file: int, page_size: int) -> Log:
             (step[2] * state[0] + step[3] * state[1] + added[1]) & 0xFFFFFFFF,
         )
         if state != checksum:
-            broken = number  # by itself no damage: a process may have been killed while it wrote this one
+            broken = number  # alone no sign of damage: a process may have been killed while it wrote this frame
             continue
         pages[page] = number
         if count:  # a commit
@@ -119,7 +119,7 @@ Frame = tuple[int, int, Salts, tuple[int, int], tuple[int, int]]
 
 
 def _frames(file: int, page_size: int, order: str) -> Iterator[Frame]:
-    """Yield page, page count, salts, checksum, and what the frame's own bytes add to the checksum."""
+    """Yield page, page count, salts, checksum, and the contribution of the frame's own bytes to the checksum."""
     size, place = FRAME.size + page_size, HEADER.size
     while True:
         content = read_at(file, AT_ONCE * size, place)
@@ -134,11 +134,11 @@ def _frames(file: int, page_size: int, order: str) -> Iterator[Frame]:
             yield page, pages, (rest[0], rest[1]), (rest[2], rest[3]), (added[0], added[1])
 
 
-# One step of the checksum takes two words x: s0 += x0 + s1; s1 += x1 + s0. That is linear modulo 2³², so a page's part
-# in it is a product of its words with fixed weights.
+# One step of the checksum processes two words x: s0 += x0 + s1; s1 += x1 + s0. That is linear modulo 2³², so the
+# contribution of a page is a product of its words with fixed weights.
 @functools.lru_cache(maxsize=8)
 def _weights(steps: int) -> Words:
-    """Return by how much each word counts in the two sums: [2 · steps, 2]."""
+    """Return the weight of each word in the two sums: [2 · steps, 2]."""
     weights = np.zeros((steps, 2, 2), np.uint32)
     a, b, c, d = 1, 0, 0, 1
     for i in reversed(range(steps)):
@@ -149,7 +149,7 @@ def _weights(steps: int) -> Words:
 
 @functools.lru_cache(maxsize=8)
 def _step(steps: int) -> tuple[int, int, int, int]:
-    """Return by how much the two sums before count in those after so many steps."""
+    """Return the weights of the two previous sums in the sums after this many steps."""
     a, b, c, d = 1, 0, 0, 1
     for _ in range(steps):
         a, b, c, d = (value & 0xFFFFFFFF for value in (a + b, a + 2 * b, c + d, c + 2 * d))

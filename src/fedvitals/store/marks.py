@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes what people say of a run: tags, and findings acknowledged or muted.
+"""Reads and writes what people note about a run: tags, and findings acknowledged or muted.
 
-A mark is one row of a table of its own and adds no names, so nothing that a training knows becomes wrong by it.
+A mark is one row of a separate table and adds no names, so nothing that a training has cached becomes wrong.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fedvitals.store.upkeep.opening import transaction
 
 KINDS = ("tag", "acknowledged", "muted")
 LONGEST = 2000  # characters of a target or value
-PATIENCE = 3.0  # seconds that we wait for a batch of a training; it would wait as long for us, which takes milliseconds
+PATIENCE = 3.0  # seconds to wait for a batch of a training; it would wait as long for us, which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that a person said of a run."""
+    """A mark that a person set on a run."""
 
     run: str
     kind: str  # one of KINDS
     target: str  # the tag, or the key of a case
-    value: str = ""  # for example why it was muted
+    value: str = ""  # for example the reason for muting it
     at: float = 0.0
 
 
 def marks(reader: Reader, run: str | None = None) -> list[Mark]:
-    """All marks of a run, or of every run, in the order in which they were set."""
+    """Return all marks of a run, or of every run, in the order in which they were set."""
     condition, values = ("", ()) if run is None else (" WHERE run = ?", (run,))
     rows = reader.database.rows(
         f"SELECT run, kind, target, value, at FROM marks{condition} ORDER BY at, run, kind, target",  # noqa: S608
@@ -51,7 +51,7 @@ def marks(reader: Reader, run: str | None = None) -> list[Mark]:
 
 
 def set_mark(where: Path | str, run: str, kind: str, target: str, value: str = "") -> Mark:
-    """Set a mark, or write over it. ConfigError when there is no such run or kind."""
+    """Set a mark, or overwrite it. Raises ConfigError if there is no such run or kind."""
     target, value = _checked(kind, target, value)
     mark = Mark(run, kind, target, value, time.time())
     with _writing(where) as database, transaction(database):
@@ -64,7 +64,7 @@ def set_mark(where: Path | str, run: str, kind: str, target: str, value: str = "
 
 
 def clear_mark(where: Path | str, run: str, kind: str, target: str) -> bool:
-    """Take a mark away; whether there was one."""
+    """Remove a mark. Returns whether there was one."""
     target, _ = _checked(kind, target, "")
     with _writing(where) as database, transaction(database):
         place = (_number(database, run), kind, target)
@@ -94,7 +94,7 @@ def _number(database: Database, run: str) -> int:
 
 @contextlib.contextmanager
 def _writing(where: Path | str) -> Iterator[Database]:
-    """A connection that may write a row, beside whoever writes the store."""
+    """Return a connection that may write a row while another process writes the store."""
     if isinstance(where, str):
         with write_postgres(where) as database:
             yield database
@@ -111,7 +111,7 @@ def _writing(where: Path | str) -> Iterator[Database]:
         with contextlib.ExitStack() as stack:
             try:
                 database = stack.enter_context(maintain_sqlite(where))
-            except BusyError:  # a training writes it
+            except BusyError:  # a training is writing it
                 pass
             else:
                 yield database
@@ -120,7 +120,7 @@ def _writing(where: Path | str) -> Iterator[Database]:
     try:
         database = Database(connection, SQLITE, str(where))
         if check_version(database) < VERSION:
-            with maintain_sqlite(where):  # brings it up to date, or says which process is writing it
+            with maintain_sqlite(where):  # upgrades it, or reports which process is writing it
                 pass
         database.execute("PRAGMA wal_autocheckpoint = 0")  # the training folds the log in, and knows the checksums
         yield database

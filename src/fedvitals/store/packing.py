@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs matrices of layer statistics of one family into blocks of float32 [layers, columns, entries], and back.
 
-Entries come last so that one statistic of one layer lies in one piece, over all its clients and rounds.
+Entries come last so that one statistic of one layer is contiguous over all its clients and rounds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fedvitals.stats import FAMILIES, Array, derive, pack_entries, unpack
 Numbers = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
 
-NONE = -(2**63)  # of a round or a step; a symbol that is None is 0, since symbols count from 1
+NONE = -(2**63)  # for a missing round or step; a symbol that is None is 0, since symbols count from 1
 
-# Little endian on every machine: a store may be carried to another.
+# Little endian on every machine: a store may be moved to another.
 _I8, _F8, _I4 = (np.dtype(kind) for kind in ("<i8", "<f8", "<i4"))
 _COORDINATES = (("rounds", _I8), ("at", _F8), ("nodes", _I4))
 _DETAILS = (("steps", _I8), ("sequences", _I8), ("layers", _I4), ("groups", _I4), ("sources", _I4))
@@ -36,7 +36,7 @@ _CHECKSUM = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """Where the matrices of a block belong: arrays of one length, names as symbols."""
+    """The coordinates of a block's matrices: arrays of equal length, with names as symbols."""
 
     rounds: Whole
     at: Array
@@ -48,7 +48,7 @@ class Entries:
     sources: npt.NDArray[np.int32]
 
     def coordinates(self) -> bytes:
-        """Return rounds, times and nodes of the entries as bytes, with a checksum."""
+        """Return the entries' rounds, times and nodes as bytes, with a checksum."""
         return with_checksum(b"".join([getattr(self, name).astype(kind, copy=False) for name, kind in _COORDINATES]))
 
     def details(self) -> bytes:
@@ -57,12 +57,12 @@ class Entries:
 
 
 def with_checksum(blob: Any) -> bytes:
-    """Return the bytes, or those of a contiguous array, with their CRC-32 behind them."""
+    """Return the bytes, or those of a contiguous array, followed by their CRC-32."""
     return b"".join((blob, _CHECKSUM.pack(zlib.crc32(blob))))
 
 
 def merged(parts: Sequence[Numbers]) -> list[memoryview]:
-    """Return the numbers of several blocks as those of one, a blob with its checksum for each layer."""
+    """Return the numbers of several blocks combined into those of one: a blob with its checksum for each layer."""
     layers, columns, _ = parts[0].shape
     size = columns * sum(part.shape[2] for part in parts)
     blobs = np.empty((layers, 4 * size + _CHECKSUM.size), np.uint8)
@@ -73,9 +73,9 @@ def merged(parts: Sequence[Numbers]) -> list[memoryview]:
 
 
 def _verified(blob: bytes, size: int) -> memoryview:
-    """Return the bytes without their checksum; StoreError if it is not theirs. `size`: how many they should be.
+    """Return the bytes without their checksum; StoreError if it does not match. `size`: the expected number of bytes.
 
-    What a store of a version before 5 wrote has none.
+    Blobs written by a store version before 5 have no checksum.
     """
     content = memoryview(blob)[:size]
     if len(blob) == size:
@@ -98,7 +98,7 @@ def _split(blob: bytes, fields: tuple[tuple[str, np.dtype[Any]], ...], count: in
 
 
 def coordinates_of(blob: bytes, count: int) -> tuple[Whole, Array, npt.NDArray[np.int32]]:
-    """Rounds, times and nodes of the entries: all that a matrix over rounds and nodes needs."""
+    """Return the entries' rounds, times and nodes: all that a matrix over rounds and nodes needs."""
     rounds, at, nodes = _split(blob, _COORDINATES, count)
     return rounds, at, nodes
 
@@ -109,7 +109,7 @@ def entries_of(coordinates: bytes, details: bytes, count: int) -> Entries:
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
-    """The entries of several blocks as those of one."""
+    """Combine the entries of several blocks into one."""
     names = [name for name, _ in (*_COORDINATES, *_DETAILS)]
     return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -121,7 +121,7 @@ whole federation and not about nodes, and round."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMatrices:
-    """Matrices of one family, layer table and round, [entries, layers, columns]: of one record, or of measurements.
+    """Matrices of one family, layer table and round, [entries, layers, columns]: from one record or from measurements.
 
     All are about nodes, or all about the whole federation.
     """
@@ -141,13 +141,13 @@ class LayerMatrices:
 
     @property
     def key(self) -> BlockKey:
-        """Return which block of their batch they belong to."""
-        # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
+        """Return the key of the block of their batch that they belong to."""
+        # The whole is separate from the nodes, because its trend over all rounds is read more often than anything else.
         return self.run, self.family, self.table, self.values.shape[1], self.nodes[0] is None, self.round
 
 
 def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
-    """The matrices of layer statistics among records and measurements."""
+    """Yield the matrices of layer statistics among records and measurements."""
     for telemetry in batch:
         if isinstance(telemetry, LayerStats):
             where, values = telemetry.where, np.asarray(telemetry.matrix)[None]
@@ -162,7 +162,7 @@ def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
 
 
 def _measured_matrices(measured: Measurements, first: int, part: MeasuredLayers) -> Iterator[LayerMatrices]:
-    """One family's matrices in measurements, those about nodes apart from those about the whole federation."""
+    """Yield one family's matrices in measurements, those about nodes separate from those about the whole federation."""
     nodes = [measured.nodes[row] for row in part.rows]
     for whole in (False, True) if None in nodes else (False,):
         own = [i for i, node in enumerate(nodes) if (node is None) == whole] if None in nodes else range(len(nodes))
@@ -179,17 +179,17 @@ def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[L
     """Divide the matrices of a batch, given in order of arrival, into blocks to be stored one after the other.
 
     Of two matrices for the same place, the one that arrived later is in the same block or in a later one. The layers of
-    a family are those of its last block, so that block has the matrix of the family that arrived last.
+    a family are those of its last block, so that block contains the family's last matrix to arrive.
     """
     blocks: dict[BlockKey, list[LayerMatrices]] = {}
     nodes: dict[
         tuple[str, str, int | None], dict[BlockKey, set[str | None]]
-    ] = {}  # of these blocks, by what they are of
+    ] = {}  # these blocks, by the places that they are about
     for part in parts:
         key = part.key
         of_family = nodes.setdefault((part.run, part.family, part.round), {})
         if any(other != key and not own.isdisjoint(part.nodes) for other, own in of_family.items()):
-            yield from blocks.items()  # a place has another layer table than before
+            yield from blocks.items()  # a place has a different layer table than before
             of_family = {}
             blocks, nodes = {}, {(part.run, part.family, part.round): of_family}
         of_family.setdefault(key, set()).update(part.nodes)
@@ -200,14 +200,14 @@ def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[L
 
 
 def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
-    """Matrices of one family and one list of layers as a block."""
+    """Return matrices of one family and one list of layers as a block."""
     counts = [len(part.nodes) for part in parts]
 
     def each(values: Sequence[Any], kind: type) -> Any:
         return np.full(counts[0], values[0], kind) if len(parts) == 1 else np.repeat(np.array(values, kind), counts)
 
     def symbols(names: Sequence[str | None]) -> Any:
-        if names.count(None) == len(names):  # mostly no groups
+        if names.count(None) == len(names):  # usually no groups
             return np.zeros(len(names), np.int32)
         return np.array([number(name) or 0 for name in names], np.int32)
 
@@ -222,31 +222,31 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
         each([number(part.source) or 0 for part in parts], np.int32),
     )
     matrices = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
-    # What overflows float32 becomes infinite, which is what it should say.
+    # What overflows float32 becomes infinity, as it should.
     return entries, pack_entries(parts[0].family, np.asarray(matrices, np.float64))
 
 
 def layers_in(family: str, blob: bytes, count: int) -> int:
-    """Return of how many layers a blob has the numbers, by its size; 0 if it does not fit so many entries."""
+    """Return the number of layers in a blob, judged by its size; 0 if it does not fit this number of entries."""
     layers, rest = divmod(len(blob), 4 * len(FAMILIES[family].columns) * count)
     return layers if rest in (0, _CHECKSUM.size) else 0
 
 
 def numbers_of(family: str, blob: bytes, count: int) -> Numbers:
-    """The numbers of a block or of one of its layers, [layers, columns, entries]."""
+    """Return the numbers of a block or of one of its layers, [layers, columns, entries]."""
     columns = len(FAMILIES[family].columns)
     whole = _verified(blob, len(blob) - len(blob) % (4 * columns * count))
     return np.frombuffer(whole, "<f4").reshape(-1, columns, count)
 
 
 def matrices(family: str, numbers: Numbers) -> Array:
-    """The matrices of a block as they were, [entries, layers, columns]."""
+    """Return the original matrices of a block, [entries, layers, columns]."""
     with np.errstate(all="ignore"):
         return unpack(family, numbers.transpose(2, 0, 1))
 
 
 def statistic_of(family: str, statistic: str, numbers: Numbers) -> Array:
-    """One statistic of one layer, for each entry; numbers are [columns, entries]."""
+    """Return one statistic of one layer for each entry; `numbers` is [columns, entries]."""
     with np.errstate(all="ignore"):
         return derive(family, unpack(family, numbers.T), statistic)
 
@@ -254,7 +254,7 @@ def statistic_of(family: str, statistic: str, numbers: Numbers) -> Array:
 def records_of(
     key: tuple[str, str, str], entries: Entries, numbers: Numbers, name: Callable[[int], str | None]
 ) -> list[LayerStats]:
-    """The way back from `block_of`; the key is run, family and layer table."""
+    """Return the records of a block: the inverse of `block_of`; the key is run, family and layer table."""
     run, family, table = key
     records = []
     for i, matrix in enumerate(matrices(family, numbers)):
@@ -279,7 +279,7 @@ _sort_key = functools.lru_cache(maxsize=1 << 14)(natural)  # clients return
 
 @functools.lru_cache(maxsize=64)
 def in_natural_order(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names sorted, c2 before c10. A round asks for the same few sets of names again and again."""
+    """Return the names sorted, c2 before c10. A round needs the same few sets of names again and again."""
     return tuple(sorted(names, key=_sort_key))
 
 
@@ -288,9 +288,9 @@ Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]
 
 
 def newest(parts: Sequence[Part]) -> Part:
-    """The parts as one, so ordered that of two entries for the same place the later in the arrays is the newer.
+    """Combine the parts, ordered so that of two entries for the same place the newer comes later in the arrays.
 
-    Newer is what was measured later; at the same time, what arrived later, which is the order of the parts.
+    Newer means measured later or, at equal times, arrived later, which is the order of the parts.
     """
     rounds, at, nodes, values = (np.concatenate([part[i] for part in parts]) for i in range(4))
     placed = (rounds != NONE) & (nodes != 0)
@@ -303,7 +303,7 @@ def newest(parts: Sequence[Part]) -> Part:
 
 
 def _index(values: Any) -> tuple[list[int], Any]:
-    """The distinct values, ascending, and for each value its place among them; without sorting where they are dense."""
+    """Return the distinct values, ascending, and each value's index among them; without sorting if they are dense."""
     low, high = int(values.min()), int(values.max())
     if high - low > 4 * len(values) + 1024:
         distinct, places = np.unique(values, return_inverse=True)
@@ -317,7 +317,7 @@ def _index(values: Any) -> tuple[list[int], Any]:
 def over_rounds(
     parts: Sequence[Part], names: Callable[[Iterable[int]], list[str]]
 ) -> tuple[list[int], list[str], npt.NDArray[np.float64]]:
-    """One layer's values as [rounds × nodes]; NaN where a node took no part."""
+    """Return one layer's values as [rounds × nodes]; NaN where a node took no part."""
     rounds, _, nodes, values = newest(parts) if parts else (np.empty(0),) * 4
     if not len(rounds):
         return [], [], np.empty((0, 0))
@@ -328,13 +328,13 @@ def over_rounds(
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     table = np.full((len(distinct), len(labels)), np.nan)
-    table[row, place[column]] = values  # an index that comes twice keeps its last value
+    table[row, place[column]] = values  # an index that occurs twice keeps its last value
     return distinct, [labels[i] for i in order], table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """What a block holds of one round: layers by name, and of each entry its time, node and numbers."""
+    """A block's content for one round: layers by name, and the time, node and numbers of each entry."""
 
     layers: tuple[str, ...]
     at: Array
@@ -343,10 +343,10 @@ class Slice:
 
 
 def slice_of(layers: tuple[str, ...], round_: int, entries: Entries, numbers: Numbers) -> Slice:
-    """The entries of a round that are about a node and its whole round, not about one step of it."""
+    """Return the entries of a round that are about a node and its whole round, not about a single step."""
     wanted = np.flatnonzero((entries.rounds == round_) & (entries.nodes != 0) & (entries.steps == NONE))
     chosen: Any = wanted
-    if len(wanted) and wanted[-1] - wanted[0] + 1 == len(wanted):  # neighbours, as a rule: no copy is needed
+    if len(wanted) and wanted[-1] - wanted[0] + 1 == len(wanted):  # contiguous, as a rule: no copy is needed
         chosen = slice(wanted[0], wanted[-1] + 1)
     return Slice(layers, entries.at[chosen], entries.nodes[chosen], numbers[..., chosen])
 
@@ -358,8 +358,8 @@ def over_nodes(
     slices: Sequence[Slice],
     names: Callable[[Iterable[int]], list[str]],
 ) -> tuple[list[str], Array]:
-    """One round as [nodes × layers × statistics], from slices in order of arrival; NaN where a layer is missing."""
-    slices = [part for part in slices if len(part.at) and part.layers]  # a table that has not come has no layers yet
+    """Return one round as [nodes × layers × statistics] from slices in order of arrival; NaN for a missing layer."""
+    slices = [part for part in slices if len(part.at) and part.layers]  # a table that has not arrived has no layers yet
     if not slices:
         return [], np.empty((0, len(layers), len(statistics)))
     at, nodes = (np.concatenate([getattr(part, name) for part in slices]) for name in ("at", "nodes"))
@@ -373,16 +373,16 @@ def over_nodes(
     ordered = in_natural_order(tuple(labels))
     place = {label: i for i, label in enumerate(ordered)}
     owners = np.array([place[label] for label in labels])[column]
-    if len(symbols) == len(owners) and np.array_equal(owners, np.arange(len(owners))):  # each once, in order, as a rule
+    if len(symbols) == len(owners) and np.array_equal(owners, np.arange(len(owners))):  # usually each once, in order
         return list(ordered), values
     order = np.argsort(at, kind="stable")
     by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
-    by_node[owners[order]] = values[order]  # a node that comes twice: its newest
+    by_node[owners[order]] = values[order]  # the newest entry of a node that occurs twice
     return list(ordered), by_node
 
 
 def _statistics(family: str, statistics: Sequence[str], numbers: Numbers) -> Array:
-    """The statistics of all layers of a block, [entries × layers × statistics]."""
+    """Return the statistics of all layers of a block, [entries × layers × statistics]."""
     rows = matrices(family, numbers)
     if tuple(statistics) == FAMILIES[family].columns:
         return rows
@@ -396,7 +396,7 @@ def _statistics(family: str, statistics: Sequence[str], numbers: Numbers) -> Arr
 def _placed(
     family: str, statistics: Sequence[str], layers: tuple[str, ...], groups: Sequence[tuple[tuple[str, ...], Numbers]]
 ) -> Array:
-    """The same for groups of slices with layers of their own, in the places of `layers`; NaN where one is missing."""
+    """The same for groups of slices with different layers, placed by `layers`; NaN where one is missing."""
     values = np.full((sum(numbers.shape[2] for _, numbers in groups), len(layers), len(statistics)), np.nan)
     first = 0
     for same, numbers in groups:
@@ -409,7 +409,7 @@ def _placed(
 
 
 def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:
-    """Neighbours of equal layers as one: a batch may hold a single client, and calls cost more than its numbers."""
+    """Combine neighbours with equal layers: a batch may hold a single client, and calls cost more than its numbers."""
     first = 0
     while first < len(slices):
         last = first + 1

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes open files at a position, also where the system has no call for that (Windows)."""
+"""Reads and writes open files at a position, also on systems without a call for it (Windows)."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-_GATE = threading.Lock()  # a position is the file's own: without a call that takes one, threads take turns
+_GATE = threading.Lock()  # the position belongs to the file: without a call that takes one, threads take turns
 
 
 def read_at(file: int, count: int, position: int) -> bytes:
-    """Return at most `count` bytes of an open file from a position on."""
+    """Return at most `count` bytes of an open file, starting at a position."""
     if hasattr(os, "pread"):
         return os.pread(file, count, position)
     with _GATE:
@@ -19,7 +19,7 @@ def read_at(file: int, count: int, position: int) -> bytes:
 
 
 def write_at(file: int, content: bytes, position: int) -> int:
-    """Write to an open file from a position on; how many bytes were written."""
+    """Write to an open file, starting at a position. Returns how many bytes were written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(file, content, position)
     with _GATE:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores records in PostgreSQL, which several trainings may write at once and which may be away for a while.
+"""Stores records in PostgreSQL, which several trainings may write at once and which may be unreachable for a while.
 
-Everything lies in the schema «fedvitals» of the database, whose comment names the version of the tables.
+Everything is in the database schema «fedvitals», whose comment holds the version of the tables.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fedvitals.store.writer import Writer
 
 SCHEMES = ("postgresql://", "postgres://")
 _MARK = "fedvitals store, schema version "
-_NUL, _ESCAPE = "\x00", "\uffff"  # PostgreSQL keeps any character but the first; the second is one that no text has
+_NUL, _ESCAPE = "\x00", "\uffff"  # PostgreSQL stores any character but the first; the second occurs in no text
 
-# A server that no longer answers is given up after half a minute, on the queue's thread.
+# A server that does not answer is given up after half a minute, on the queue's thread.
 _CONNECTION: Mapping[str, Any] = {
     "connect_timeout": 10,
     "keepalives_idle": 15,
@@ -42,7 +42,7 @@ _CONNECTION: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a store is, what may be shown of that, and what may not."""
+    """The address of a store, with the parts that may be shown and the secrets."""
 
     url: str
     shown: str
@@ -58,18 +58,18 @@ class Address:
         return text
 
     def folder(self) -> Path:
-        """Where this machine keeps what the server could not take: the same for every password."""
+        """Return the folder where this machine keeps what the server could not accept: the same for every password."""
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         digest = hashlib.blake2b(self.shown.encode(), digest_size=6).hexdigest()
         return Path(state) / "fedvitals" / f"postgresql-{digest}.d"
 
 
 def address_of(url: str) -> Address:
-    """Take the address of a store apart."""
+    """Parse the address of a store."""
     secrets: set[str] = set()
 
     def mask(match: re.Match[str]) -> str:
-        # Also piecewise: a character that should have been written as %2F makes the driver quote a part of it.
+        # Also in pieces: if a character should have been written as %2F, the driver quotes a part of the password.
         secrets.update(piece for piece in (match[2], *re.split(r"[/?#@:]", match[2])) if len(piece) > 2)
         secrets.add(match[2])
         return f"{match[1]}***"
@@ -98,7 +98,7 @@ def _dialect(psycopg: Any, address: Address) -> Dialect:
             "integer": "BIGINT",
             "real": "DOUBLE PRECISION",
             "text": "TEXT",
-            "json": "TEXT",  # as it came: JSONB would sort the keys
+            "json": "TEXT",  # as it arrived: JSONB would sort the keys
             "blob": "BYTEA",
         },
         errors=(psycopg.Error, OverflowError, UnicodeEncodeError),
@@ -115,7 +115,7 @@ def _dialect(psycopg: Any, address: Address) -> Dialect:
 
 
 def _adapt(psycopg: Any, connection: Any) -> None:
-    """Texts with NUL, which PostgreSQL refuses, are kept under an escape."""
+    """Keep texts with NUL, which PostgreSQL refuses, in an escaped form."""
 
     class Dump(psycopg.types.string.StrBinaryDumper):  # type: ignore[misc]
         def dump(self, text: str) -> Any:
@@ -133,14 +133,14 @@ def _adapt(psycopg: Any, connection: Any) -> None:
 
 
 def _connect(address: Address, **settings: str) -> Database:
-    """An open connection, each statement a transaction of its own unless one is begun."""
+    """Return an open connection in which each statement is a separate transaction unless one is begun."""
     psycopg = _driver()
     dialect = _dialect(psycopg, address)
     failed = f"The store '{address.shown}' cannot be opened: "
     try:
         connection = psycopg.connect(address.url, autocommit=True, **_CONNECTION)
     except psycopg.ProgrammingError:
-        # Without the driver's words, which quote the address, password and all.
+        # Without the driver's message, which quotes the address including the password.
         raise ConfigError(
             f"{failed}this is no address that PostgreSQL understands. It reads postgresql://user:password@host:port/"
             "database, with %-codes for special characters in user and password."
@@ -159,7 +159,7 @@ def _connect(address: Address, **settings: str) -> Database:
 
 
 def _version(database: Database) -> int:
-    """The version of the tables, 0 when there are none; StoreError when they cannot be ours."""
+    """Return the version of the tables, 0 if there are none; StoreError if they cannot be ours."""
     ((comment, tables),) = database.rows(
         "SELECT obj_description(n.oid, 'pg_namespace'), (SELECT COUNT(*) FROM pg_class WHERE relnamespace = n.oid) "
         "FROM (SELECT to_regnamespace('fedvitals')::oid AS oid) AS n"
@@ -185,7 +185,7 @@ def _upgrade(database: Database) -> None:
         return
     database.execute("BEGIN")
     try:
-        database.take_turn("upgrade")  # two that open an empty database at once take turns
+        database.take_turn("upgrade")  # two processes that open an empty database at once take turns
         version = _version(database)
         if version < VERSION:
             if database.rows("SELECT to_regnamespace('fedvitals') IS NULL") == [(True,)]:
@@ -200,15 +200,15 @@ def _upgrade(database: Database) -> None:
 
 
 def presence(run: str) -> int:
-    """The lock that a training holds, together with others, as long as it writes a run."""
+    """Return the number of the lock that a training holds, shared with others, as long as it writes a run."""
     return lock_number(f"presence {run}")
 
 
 class PostgresStore(Sink):
     """A sink that keeps records in PostgreSQL; nothing is opened before the first write.
 
-    Each batch is one transaction. When the connection is lost, the batch fails or, if the connection was an old one,
-    is tried again on a new one; that it may have arrived after all does no harm, since records have an identity.
+    Each batch is one transaction. If the connection is lost, the batch fails or, if the connection was an old one, is
+    tried again on a new one; it does no harm if it had arrived after all, since records have an identity.
     """
 
     takes_measurements = True
@@ -246,7 +246,7 @@ class PostgresStore(Sink):
         writer.write(records)
 
     def _lost(self) -> bool:
-        """Whether the connection is gone; then it is forgotten."""
+        """Whether the connection is gone; if so, it is dropped."""
         if self._database is None or not self._database.connection.closed:
             return False
         self._drop()
@@ -260,7 +260,7 @@ class PostgresStore(Sink):
         self._present = set()
 
     def flush(self) -> None:
-        """Nothing: what was written is stored. It is here because sinks with a buffer have it."""
+        """Do nothing: what was written is stored. Sinks with a buffer need this method."""
 
     def _open(self) -> tuple[Writer, Database]:
         if self._writer is not None and self._process != os.getpid():
@@ -270,7 +270,7 @@ class PostgresStore(Sink):
             )
         self._lost()
         if self._writer is None or self._database is None:
-            # Whoever waits for a lock longer than this waits for a process that hangs.
+            # A longer wait for a lock means that the process holding it hangs.
             self._database = _connect(self.address, lock_timeout="20s")
             try:
                 _upgrade(self._database)
@@ -282,7 +282,7 @@ class PostgresStore(Sink):
         return self._writer, self._database
 
     def close(self) -> None:
-        """Let go of the connection. A later write opens another."""
+        """Close the connection. A later write opens another."""
         with self._turn:
             if self._process == os.getpid():
                 self._drop()
@@ -295,9 +295,9 @@ class PostgresStore(Sink):
 
 
 def read_postgres(url: str, patience: float | None = None) -> Reader:
-    """A reader of the store at that address; the server refuses whatever would change something.
+    """Return a reader of the store at that address; the server refuses any statement that would change something.
 
-    `patience`: seconds that a statement may take, and a quarter of them to wait for a lock.
+    `patience`: seconds that a statement may take, a quarter of them waiting for a lock.
     """
     limits = (
         {} if patience is None else {"statement_timeout": f"{patience:.0f}s", "lock_timeout": f"{patience / 4:.0f}s"}
@@ -319,7 +319,7 @@ def read_postgres(url: str, patience: float | None = None) -> Reader:
 
 @contextlib.contextmanager
 def maintain_postgres(url: str) -> Iterator[Database]:
-    """The store for those who mend or clear up; trainings may go on meanwhile."""
+    """Yield the store for repair or compaction; trainings may continue in the meantime."""
     database = _connect(address_of(url), lock_timeout="20s")
     try:
         if _version(database) != VERSION:
@@ -331,7 +331,7 @@ def maintain_postgres(url: str) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def write_postgres(url: str) -> Iterator[Database]:
-    """The store for a row or two, beside the trainings that write it; an older one is brought up to date."""
+    """Yield the store for writing a row or two next to running trainings; an older store is upgraded."""
     database = _connect(address_of(url), lock_timeout="5s")
     try:
         _upgrade(database)
@@ -341,5 +341,5 @@ def write_postgres(url: str) -> Iterator[Database]:
 
 
 def is_written(database: Database, run: str) -> bool:
-    """Whether a training holds its lock on that run; to be asked in a transaction, at whose end the lock goes."""
+    """Whether a training holds its lock on that run; call this in a transaction, whose end releases the lock."""
     return database.rows("SELECT pg_try_advisory_xact_lock(?)", (presence(run),)) != [(True,)]

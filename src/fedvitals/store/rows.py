@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts records to rows and back, column by column as `schema` types them; layer statistics have `packing`."""
+"""Converts records to rows and back, column by column as typed in `schema`; `packing` handles layer statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fedvitals.store.ddl import quoted
 from fedvitals.store.schema import TABLE
 from fedvitals.store.symbols import encodable
 
-# Which table holds which record; Run and LayerStats have ways of their own.
+# The table of each record type; Run and LayerStats are handled separately.
 TABLE_OF: Mapping[type, str] = {
     Metric: "metric",
     Event: "event",
@@ -58,9 +58,9 @@ _plain = plain_json.PlainJson(nonfinite=plain_json.word, fields=plain_json.no_fi
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON; numbers and things that JSON lacks become texts."""
+    """Return a value as JSON; numbers and objects that JSON lacks become texts."""
     if not value and isinstance(value, Mapping):
-        return "{}"  # by far the most frequent
+        return "{}"  # by far the most frequent case
     try:
         return _encoded(value)
     except (TypeError, ValueError):
@@ -74,8 +74,8 @@ def _whole(value: Any) -> int | None:
 def _real(value: Any) -> float | None:
     if value is None:
         return None
-    number = float(value)  # also out of NumPy's types, which sqlite3 does not take
-    return number if number == number else None  # noqa: PLR0124 - NaN is NULL: SQLite knows no other, and it is quicker
+    number = float(value)  # converts NumPy's types, which sqlite3 does not accept
+    return number if number == number else None  # noqa: PLR0124 - NaN is NULL, as everywhere in SQLite; fastest test
 
 
 def _text(value: Any) -> str | None:
@@ -91,8 +91,8 @@ def _floats(values: Sequence[float]) -> bytes:
         return np.asarray(values, "<f4").tobytes()
 
 
-Values = Sequence[Any]  # of a column
-Number = Callable[[str | None], int | None]  # gives a name's symbol
+Values = Sequence[Any]  # of one column
+Number = Callable[[str | None], int | None]  # returns a name's symbol
 
 
 def _wholes(column: Values) -> Column:
@@ -113,7 +113,7 @@ def _symbols(texts: Values, number: Number) -> Column:
 
 
 def to_columns(kind: type, number: Number) -> Callable[[Sequence[Any]], list[Column]]:
-    """The function that makes the columns of the table of such records; there is one record at least."""
+    """Return the function that makes the table's columns from such records; it needs at least one record."""
     by_type: dict[str, Callable[[Values], Column]] = {
         "symbol": lambda column: _symbols(column, number),
         "integer": _wholes,
@@ -134,7 +134,9 @@ def to_columns(kind: type, number: Number) -> Callable[[Sequence[Any]], list[Col
 
 
 def metric_columns(measured: Measurements, number: Number) -> list[Column]:
-    """The columns of the table `metric` for measurements, without an object for each; [] if they have no metrics."""
+    """Return the columns of the table `metric` for measurements, without an object for each; [] if they have no
+    metrics.
+    """
     if not measured.metric_count:
         return []
     row, column = (index.tolist() for index in np.nonzero(measured.present))
@@ -153,7 +155,7 @@ def metric_columns(measured: Measurements, number: Number) -> list[Column]:
 
 
 def sketch_columns(measured: Measurements, number: Number) -> list[Column]:
-    """The columns of the table `sketch` for measurements; [] if they have no sketches."""
+    """Return the columns of the table `sketch` for measurements; [] if they have no sketches."""
     count = len(measured.sketch_rows)
     if not count or measured.sketches is None:
         return []
@@ -171,27 +173,29 @@ def sketch_columns(measured: Measurements, number: Number) -> list[Column]:
 
 
 def _place_columns(measured: Measurements, rows: Sequence[int], number: Number, steps: Column) -> list[Column]:
-    """The columns of `_PLACE` and the time, for the nodes in some rows of measurements."""
+    """Return the columns of `_PLACE` and the time, for the nodes in some rows of measurements."""
     nodes, groups = [number(node) for node in measured.nodes], _symbols(measured.groups, number)
     return [
         Constant(number(measured.run)),
         Constant(_whole(measured.round)),
         [nodes[i] for i in rows],
         steps,
-        Constant(None),  # of no single layer
+        Constant(None),  # not about a single layer
         groups if isinstance(groups, Constant) else [groups[i] for i in rows],
         Constant(_real(measured.at)),
     ]
 
 
 def insert(kind: type) -> str:
-    """Return the statement that inserts rows of such records, up to its values."""
+    """Return the statement that inserts rows of such records, up to VALUES."""
     table = TABLE[TABLE_OF[kind]]
     return f"INSERT INTO {table.name} ({', '.join(quoted(column.name) for column in table.columns[1:])})"
 
 
 def select(kind: type) -> str:
-    """Every column of such records but their arrival, names for numbers; to be followed by conditions."""
+    """Return the statement that selects all columns of such records except their arrival, with names for numbers;
+    conditions can be appended.
+    """
     table = TABLE[TABLE_OF[kind]]
     return f"SELECT {', '.join(quoted(column.name) for column in table.columns[1:])} FROM {table.view}"  # noqa: S608
 
@@ -201,7 +205,7 @@ def _number(value: float | None) -> float:
 
 
 def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
-    """The records that `select` found, made column by column: a third of the time that each by itself takes."""
+    """Return the records that `select` found, built column by column in a third of the time of building each alone."""
     if not rows:
         return []
     columns = TABLE[TABLE_OF[kind]].columns[1:]
@@ -230,14 +234,14 @@ def _suspected(suspects: Sequence[Mapping[str, Any]]) -> tuple[Suspect, ...]:
 
 
 def _score(value: float | str) -> float:
-    return float(value)  # "NaN" and "Infinity", too
+    return float(value)  # also "NaN" and "Infinity"
 
 
 RUN_COLUMNS = ("name", "host", "topology", "config", "seed", "started", "finished", "versions", "tables")
 
 
 def run_row(run: Run) -> Row:
-    """The run in the order of RUN_COLUMNS."""
+    """Return the run's values in the order of RUN_COLUMNS."""
     digests = [table.digest for table in run.tables]
     return (
         _text(run.name),
@@ -253,7 +257,7 @@ def run_row(run: Run) -> Row:
 
 
 def run_of_row(row: Row, tables: Mapping[str, LayerTable]) -> Run:
-    """The run from its id, RUN_COLUMNS, source and sequence."""
+    """Return the run from its id, RUN_COLUMNS, source and sequence."""
     identity, name, host, topology, config, seed, started, finished, versions, digests, source, sequence = row
     return Run(
         identity,
@@ -272,7 +276,7 @@ def run_of_row(row: Row, tables: Mapping[str, LayerTable]) -> Run:
 
 
 def layer_rows(table: LayerTable, number: Callable[[str | None], int | None]) -> list[Row]:
-    """Return a row for each layer of a table; `number` gives a name's symbol."""
+    """Return a row for each layer of a table; `number` returns a name's symbol."""
     digest = number(table.digest)
     return [
         (digest, i, number(layer.name), to_json(list(layer.shape)), _text(layer.dtype))
@@ -281,12 +285,14 @@ def layer_rows(table: LayerTable, number: Callable[[str | None], int | None]) ->
 
 
 def layer_table_of(rows: str, layers: Sequence[tuple[str, str, str]]) -> LayerTable:
-    """The list of layers from its name, shape and dtype columns."""
+    """Return the list of layers from its name, shape and dtype columns."""
     return LayerTable(rows, tuple(Layer(name, tuple(json.loads(shape)), dtype) for name, shape, dtype in layers))
 
 
 def as_stored(event: Event) -> Event:
-    """The event as it comes back from SQL: its data is JSON. What memory shows must not differ."""
+    """Return the event as it would be read from SQL: its data is JSON. The memory store must not show anything
+    different.
+    """
     if not event.data:
         return event
     data = json.loads(to_json(event.data))
@@ -294,7 +300,7 @@ def as_stored(event: Event) -> Event:
 
 
 def check(records: Sequence[Any]) -> None:
-    """RecordError for a batch with something else in it, before any of it is stored."""
+    """Raise RecordError for a batch that contains anything but records, before any of it is stored."""
     for kind in {*map(type, records)}:
         if not issubclass(kind, Telemetry):
             raise RecordError(f"A store takes records (see fedvitals.records), got {kind.__name__}.")

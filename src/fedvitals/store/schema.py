@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares the tables of a store: names, types, meanings, and since which version of the schema they exist.
+"""Declares the tables of a store: names, types, meanings, and the schema version that introduced them.
 
-`ddl` makes SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next
-version, raise VERSION, and put whatever must happen to old rows into MIGRATIONS.
+`ddl` generates SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next
+version, raise VERSION, and add whatever must happen to old rows to MIGRATIONS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 VERSION = 5
 
-# Plain SQL that runs after the new tables and columns of a version exist.
+# Plain SQL that runs after the new tables and columns of a version have been created.
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
 
 
@@ -21,11 +21,11 @@ class Column:
     """A column of a table."""
 
     name: str
-    type: str  # a word of `Dialect.types`; "symbol" is the number of a name in the table `symbol`
+    type: str  # a key of `Dialect.types`; "symbol" is the number of a name in the table `symbol`
     meaning: str
     null: bool = False
     since: int = 1
-    default: int | None = None  # of rows that an older version wrote
+    default: int | None = None  # of rows written by an older version
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Table:
     columns: tuple[Column, ...]
     key: tuple[str, ...] = ()
     indexes: tuple[tuple[str, ...], ...] = ()
-    view: str = ""  # the same table with names instead of numbers, for people
+    view: str = ""  # the same table with names instead of numbers, for users
     since: int = 1
-    later: tuple[tuple[int, tuple[str, ...]], ...] = ()  # indexes that came with a version after the table's own
+    later: tuple[tuple[int, tuple[str, ...]], ...] = ()  # indexes introduced in a later version than the table
 
 
 def _where(meaning: str) -> tuple[Column, ...]:
@@ -51,7 +51,7 @@ def _where(meaning: str) -> tuple[Column, ...]:
         Column("step", "integer", "Optimiser step inside the client-round; NULL: all of them.", null=True),
         Column("layer", "symbol", "Layer; NULL: the whole model.", null=True),
         Column("group", "symbol", "Edge, cluster or ring that the node is in.", null=True),
-        # Reals are nullable throughout, because SQLite keeps NaN as NULL.
+        # Reals are always nullable, because SQLite stores NaN as NULL.
         Column("at", "real", f"When {meaning}, in seconds since the epoch.", null=True),
     )
 
@@ -71,7 +71,7 @@ def _records(
     index: str = "",
     since: int = 1,
 ) -> Table:
-    """The table of a record type: coordinates, its own columns, identity, and last the columns that came later."""
+    """Return the table of a record type: coordinates, its own columns, identity, and last the columns added later."""
     own = [column for column in columns if column.since <= since]
     later = [column for column in columns if column.since > since]
     return Table(
@@ -118,8 +118,8 @@ TABLES: tuple[Table, ...] = (
         Column("name", "symbol", "Name of the metric."),
         Column("value", "real", "The value; NULL stands for NaN (a metric that is absent has no row).", null=True),
         at="it was measured",
-        # Covering, and in order of arrival within each name: one round, one node's history and one metric over
-        # everything are all short walks, and it costs a tenth of the insert rate (node before round costs two thirds).
+        # Covering, and in order of arrival within each name: one round, one node's history and one metric over all
+        # nodes are all short walks, and it costs a tenth of the insert rate (node before round costs two thirds).
         index="run name round node at value layer",
     ),
     _records(
@@ -249,7 +249,7 @@ TABLES: tuple[Table, ...] = (
             ),
         ),
         indexes=(("run", "family", "first_round"),),
-        # Behind the blobs, the column itself would be a long way off.
+        # Reading the column itself, stored behind the blobs, would be slow.
         later=((3, ("run", "family", "whole")),),
     ),
     Table(
@@ -324,7 +324,7 @@ TABLES: tuple[Table, ...] = (
 
 TABLE = {table.name: table for table in TABLES}
 
-# Statistics that the view `layer_statistics` shows of each family with the nine sums.
+# The statistics that the view `layer_statistics` shows for each family with the nine sums.
 LAYER_STATISTICS = (
     "count",
     "mean",

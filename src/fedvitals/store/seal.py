@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the checksums of a store's pages up to date while it is written; `checksums` says what they are for."""
+"""Keeps the checksums of a store's pages up to date while it is written; `checksums` explains their purpose."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from fedvitals.store.positions import read_at, write_at
 
 logger = logging.getLogger("fedvitals.store")
 
-FOLD_FRAMES = 4000  # in the log, after which it is folded in
+FOLD_FRAMES = 4000  # the length of the log at which it is folded in
 MOST_CHANGES = 3  # by others, after which there are no checksums until the next writer
-RETRY_FRAMES = 1000  # after a reader kept it from being folded in
+RETRY_FRAMES = 1000  # additional frames before the next attempt, when a reader prevented the log from being folded in
 
 
 def _resized(pages: Checksums, count: int) -> Checksums:
@@ -52,28 +52,26 @@ def _resized(pages: Checksums, count: int) -> Checksums:
 class Seal:
     """Keeps the checksums of a store while one process writes it.
 
-    Nothing here may stop a store from being written: what fails is logged once, and the store has no checksums until
-    the next writer makes new ones.
+    Nothing here may keep a store from being written: a failure is logged once, and the store has no checksums until the
+    next writer makes new ones.
     """
 
     def __init__(self, path: Path, note: str | None = None) -> None:
-        """Examine a store before its first connection that may write; `note`: what its last writer left in the lock
-        file.
-        """
+        """Examine a store before its first writing connection; `note`: the last writer's note in the lock file."""
         self._path = path.absolute()
         self._partial = self._path.with_name(f"{path.name}.sums.{os.getpid()}-{id(self):x}.partial")
         self.report = Report()
         self._sums: Sums | None = None
-        self._damaged: frozenset[int] = frozenset()  # pages that were damaged before: their checksums stay wrong
+        self._damaged: frozenset[int] = frozenset()  # pages that were already damaged: their checksums stay wrong
         self._log = Log()
-        self._inherited: Salts | None = None  # of a log in which frames of a killed process may lie behind the last one
+        self._inherited: Salts | None = None  # of a log in which frames of a killed process may follow the last commit
         self._frames = 0  # of the log, up to the last commit
-        self._last_commit = 1  # how many frames it had
-        self._noted_frames = 0  # whose pages have their checksums noted
+        self._last_commit = 1  # its number of frames
+        self._noted_frames = 0  # frames whose pages' checksums are recorded
         self._next_fold = FOLD_FRAMES
         self._open_log: int | None = None
-        self._changes = 0  # by others
-        self._off = sys.byteorder == "big"  # there, the log has other checksums
+        self._changes = 0  # by other processes
+        self._off = sys.byteorder == "big"  # the log has different checksums there
         with self._guarded():
             if not path.exists() or not path.stat().st_size:
                 beside(self._path).unlink(missing_ok=True)
@@ -97,7 +95,7 @@ class Seal:
             self.drop()
 
     def drop(self) -> None:
-        """Give up: the file is no longer ours, or its pages cannot be followed."""
+        """Give up the checksums: the file is no longer ours, or its pages cannot be followed."""
         self._off = True
         self._close_log()
         with contextlib.suppress(OSError):
@@ -105,7 +103,7 @@ class Seal:
             beside(self._path).unlink(missing_ok=True)
 
     def begin(self) -> None:
-        """Note the checksums beside the store, once it is open and before its log is folded in."""
+        """Record the checksums beside the store, once it is open and before its log is folded in."""
         if self._off:
             return
         with self._guarded():
@@ -126,7 +124,7 @@ class Seal:
             self._write()
 
     def committed(self) -> str | None:
-        """Return the line of the lock file that says how much the log holds after a commit."""
+        """Return the line of the lock file that records the length of the log after a commit."""
         if self._sums is None:
             self.begin()
         if not self._off and self._sums is not None:
@@ -135,7 +133,9 @@ class Seal:
         return None if self._off else log_note(self._log.salts, self._frames)
 
     def _count(self, page_size: int) -> None:
-        """Find the last commit in the log: frames of another salt follow, or of a transaction that was undone."""
+        """Find the last commit in the log: it is followed by frames with other salts, or of a transaction that was
+        undone.
+        """
         file = self._log_file()
         start = read_at(file, HEADER.size, 0) if file is not None else b""
         salts = HEADER.unpack(start)[4:6] if len(start) == HEADER.size else (0, 0)
@@ -149,7 +149,7 @@ class Seal:
             return
         own, size = start[16:24], FRAME.size + page_size
         low, high = self._frames, (os.fstat(file).st_size - HEADER.size) // size
-        middle = low + self._last_commit - 1  # most are as long as the one before
+        middle = low + self._last_commit - 1  # most are as long as the previous one
         while low < high:
             middle = middle if low <= middle < high else (low + high) // 2
             if read_at(file, 8, HEADER.size + middle * size + 8) == own:
@@ -176,13 +176,14 @@ class Seal:
 
     @property
     def wants_fold(self) -> bool:
-        """Whether the log has become so long that it should be folded in."""
+        """Whether the log has become long enough to be folded in."""
         return self._frames >= self._next_fold
 
     def changed_elsewhere(self) -> None:
-        """Another program, or monitor, has written to the store, and may have folded the log in.
+        """Handle a write by another program or monitor, which may have folded the log in.
 
-        All pages are read again; not each time, where two write in turns: then the next writer makes new checksums.
+        All pages are read again; but not each time if two processes take turns: then the next writer makes new
+        checksums.
         """
         self._changes += 1
         if self._changes > MOST_CHANGES:
@@ -192,7 +193,7 @@ class Seal:
         self._sums = None
 
     def before_fold(self) -> None:
-        """Bring the checksums up to date with the log; to be called before each time that it is folded in."""
+        """Update the checksums with the log; call this each time before the log is folded in."""
         if self._off:
             return
         self.committed()
@@ -201,7 +202,7 @@ class Seal:
         self._next_fold = self._frames + RETRY_FRAMES
 
     def _write(self) -> None:
-        """Write the checksums of the file's pages as they are once the log is folded in."""
+        """Write the checksums that the file's pages will have after the log is folded in."""
         if self._sums is None:
             return
         page_size, counter, file = self._sums.page_size, self._sums.counter, self._log_file()
@@ -223,14 +224,14 @@ class Seal:
         self._partial.replace(beside(self._path))
 
     def finish(self) -> None:
-        """Put the checksums behind the last page, if the log was folded in and nobody else has the store open."""
+        """Append the checksums to the last page, if the log was folded in and no other process has the store open."""
         self._close_log()
         if self._off or self._sums is None:
             return
         with self._guarded():
             file = open_file(self._path)
             start = read_at(file, DATABASE_HEADER, 0)
-            # SQLite may count what lay behind the last page as pages, too, but its header does not.
+            # SQLite may also count what followed the last page as pages, but its header does not.
             count = int.from_bytes(start[28:32], "big")
             if log_of(self._path).exists() or start[18] != 1 or count > len(self._sums.pages):
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores records in one SQLite file, and refuses files that are no store or were exchanged."""
+"""Stores records in one SQLite file, and refuses files that are no store or were replaced."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from fedvitals.store.writer import Writer
 
 logger = logging.getLogger("fedvitals.store")
 
-APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other program's database is taken for ours
-BUSY_SECONDS = 2.0  # that a statement waits for another program; the queue before the store then tries it again
-PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
+APPLICATION = 0x66656476  # «fedv» in the file's header, to recognise databases of other programs
+BUSY_SECONDS = 2.0  # for which a statement waits for another program; the queue before the store then retries
+PAGE = 8192  # bytes; most of a store consists of blobs of some ten kilobytes
 
 
-_put_back: set[tuple[int, int]] = set()  # device and number of files that this process made again at their place
-_looked_at: set[tuple[int, int]] = set()  # device and number of files that were seen to be SQLite's, or empty
+_put_back: set[tuple[int, int]] = set()  # device and inode of files that this process created again in their place
+_looked_at: set[tuple[int, int]] = set()  # device and inode of files that were found to be SQLite's, or empty
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no SQLite file, without opening it in a way that could change it.
+    """Refuse a file that is not SQLite's, without opening it in a way that could change it.
 
-    Once for each file: closing it would drop every lock that SQLite holds on it for this process (so POSIX wants it),
-    and the next writer to leave would take the log away from under our readers.
+    Done once for each file: closing it would release every lock that SQLite holds on it for this process (as POSIX
+    requires), and the next writer to leave would remove the log that our readers use.
     """
     if path.is_dir():
         raise StoreError(f"The store '{path}' is a folder. Name a file, for example '{path / 'runs.db'}'.")
@@ -60,7 +60,7 @@ def check_file(path: Path) -> None:
         status = path.stat()
         if (status.st_dev, status.st_ino) in _looked_at:
             return
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes into it
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
             raise StoreError(f"The store '{path}' is a device, a pipe or a socket. Name a file.")
         with path.open("rb") as file:
             start = file.read(16)
@@ -72,9 +72,9 @@ def check_file(path: Path) -> None:
 
 
 def check_version(database: Database) -> int:
-    """The version of the schema in an open database, 0 when it is empty; StoreError when it cannot be ours."""
+    """Return the version of the schema in an open database, 0 if it is empty; StoreError if it cannot be ours."""
     (version,), (application,) = (database.rows(f"PRAGMA {name}")[0] for name in ("user_version", "application_id"))
-    if application == APPLICATION and 0 < version <= VERSION:  # then it has tables, too
+    if application == APPLICATION and 0 < version <= VERSION:  # then it also has tables
         return int(version)
     (tables,) = database.rows("SELECT COUNT(*) FROM sqlite_master")[0]
     if tables and application != APPLICATION:
@@ -91,7 +91,7 @@ def check_version(database: Database) -> int:
 
 
 def _upgrade(database: Database) -> None:
-    database.execute(SQLITE.begin)  # two that open an empty file at once take turns
+    database.execute(SQLITE.begin)  # two processes that open an empty file at once take turns
     version = check_version(database)
     try:
         if version < VERSION:
@@ -119,9 +119,9 @@ def _connect(path: Path) -> Database:
             f"page_size = {PAGE}",
             "journal_mode = WAL",
             "synchronous = NORMAL",
-            "secure_delete = OFF",  # some builds overwrite what is deleted, which would double the cost of compaction
-            "wal_autocheckpoint = 0",  # the log is folded in once the checksums of its pages are noted: see `Seal`
-            "cache_size = -8000",  # KiB: compaction finds what it merges in memory
+            "secure_delete = OFF",  # some builds overwrite deleted content, which would double the cost of compaction
+            "wal_autocheckpoint = 0",  # the log is folded in once the checksums of its pages are recorded: see `Seal`
+            "cache_size = -8000",  # KiB: compaction finds in memory what it merges
         ):
             database.execute(f"PRAGMA {setting}")
         _upgrade(database)
@@ -132,9 +132,9 @@ def _connect(path: Path) -> Database:
 
 
 def _fold(database: Database) -> None:
-    """Back to a plain file without side files, fit for any tool and any read-only disk.
+    """Turn the store into a plain file without side files, usable by any tool and on any read-only disk.
 
-    While someone reads, that is refused at once: then the next writer does it.
+    While a reader is open, this is refused at once; the next writer then does it.
     """
     database.execute("PRAGMA busy_timeout = 0")
     database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -144,7 +144,7 @@ def _fold(database: Database) -> None:
 
 @contextlib.contextmanager
 def maintain_sqlite(path: Path) -> Iterator[Database]:
-    """The store for those who mend or clear up: nobody else writes it meanwhile."""
+    """Yield the store for repair or compaction, while no other process writes it."""
     if not path.exists():
         raise StoreError(f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE.")
     lock = WriterLock(path)
@@ -175,8 +175,8 @@ class SqliteStore(Sink):
 
     Each batch is one transaction: when `write` returns, the batch survives the end of the process.
 
-    A file that is deleted while it is written is made again. If another file takes its place, the store goes on in a
-    file of its own beside it, `path` says which, and the new file is left alone.
+    A file that is deleted while it is written is created again. If another file takes its place, the store continues in
+    a new file beside it (see `path`), and the other file is left alone.
     """
 
     takes_measurements = True
@@ -192,13 +192,13 @@ class SqliteStore(Sink):
         self._data_version = -1
         self._watch: FileWatch | None = None
         self._seal: Seal | None = None
-        self._note = ""  # in the lock file: whose log it is that lies beside the store
-        self._aside: list[Path] = []  # logs of a file that is to be made again
-        self._stored = 0  # records, in the file that is open
+        self._note = ""  # in the lock file: identifies the log that lies beside the store
+        self._aside: list[Path] = []  # logs of a file that is to be created again
+        self._stored = 0  # number of records in the file that is open
         self._runs: dict[str, Run] = {}  # as last described
 
     def write(self, records: Sequence[Telemetry], /) -> None:
-        """Store a batch. StoreLostError, once, when the file was overwritten, and with it what it held."""
+        """Store a batch. Raises StoreLostError, once, when the file and its content were overwritten."""
         if not records:
             return
         with self._turn:
@@ -209,13 +209,13 @@ class SqliteStore(Sink):
             except StoreError:
                 if self._database is None or self._condition() is Condition.SAME:
                     raise
-                self._open().write(records)  # into the file that takes the place of the one that was exchanged
+                self._open().write(records)  # into the file that replaces the one that was overwritten
             self._stored += sum(map(record_count, records))
             self._runs |= {record.id: record for record in records if isinstance(record, Run)}
             self._remember()
 
     def flush(self) -> None:
-        """Nothing: what was written is stored. It is here because sinks with a buffer have it."""
+        """Do nothing: what was written is stored. Sinks with a buffer need this method."""
 
     def _open(self) -> Writer:
         if self._writer is not None and self._process != os.getpid():
@@ -253,7 +253,8 @@ class SqliteStore(Sink):
 
     def _begin(self) -> Writer:
         _settle_log(self.path, self._file_lock)
-        self._seal = Seal(self.path, self._file_lock.note_before if self._process == 0 else None)  # else it is ours
+        # otherwise it is our own note
+        self._seal = Seal(self.path, self._file_lock.note_before if self._process == 0 else None)
         self._database = _connect(self.path)
         self._seal.begin()
         self._fold_in()
@@ -263,13 +264,13 @@ class SqliteStore(Sink):
         self._leave_note()
         return self._writer
 
-    # -- the file that is open, and the one that has its name ---------------------------------------------------------
+    # -- the open file, and the file that has its name ---------------------------------------------------------------
 
     def _condition(self) -> Condition:
         return Condition.SAME if self._watch is None else self._watch.check()
 
     def _refuse_exchanged(self) -> None:
-        """Before each commit, which may fold the log into the file."""
+        """Refuse a replaced file; called before each commit, which may fold the log into the file."""
         if self._condition() is not Condition.SAME:
             raise StoreError(f"The store '{self.path}' was exchanged while it was written.")
 
@@ -282,23 +283,25 @@ class SqliteStore(Sink):
         if self._watch is None or self._seal is None:
             return
         log = self._seal.committed()
-        if log is None and self._database is not None:  # nothing to keep: SQLite folds its log in by itself
+        if log is None and self._database is not None:  # nothing to keep: SQLite folds in its log by itself
             self._database.execute("PRAGMA wal_autocheckpoint = 4000")
         if not self._watch.identified or self._seal.wants_fold:
-            self._fold_in()  # a file that holds no run yet could not be told from another
+            self._fold_in()  # a file without a run could not be distinguished from another
         if self._watch.remember():
             self._leave_note()
         if log is not None:
             self._file_lock.add(log)
 
     def _leave_note(self) -> None:
-        """In the lock file: whose log it is that lies beside the store."""
+        """Write into the lock file whose log lies beside the store."""
         self._note = (None if self._watch is None else self._watch.note()) or ""
         self._file_lock.note(self._note)
 
     def _rescue(self, database: Database) -> Writer:
-        """Write the store out again: its file is no longer at its place, and lives as long as our connection does."""
-        if (signature_of(self.path) or ())[:2] in _put_back:  # another writer in this process did so just now
+        """Write the store out again: its file is no longer in its place, and exists only as long as our connection
+        does.
+        """
+        if (signature_of(self.path) or ())[:2] in _put_back:  # another writer in this process has just done so
             database.connection.close()
             self._database = self._writer = None
             self._hold()
@@ -319,7 +322,7 @@ class SqliteStore(Sink):
             ) from error
         database.connection.close()  # SQLite sees that the file is not in its place, and removes nothing by name
         for log in self._aside:
-            log.unlink(missing_ok=True)  # the copy has what it held
+            log.unlink(missing_ok=True)  # the copy contains what it held
         self._aside = []
         before, place = self.path, _put_in_place(copy, self.path)
         message = f"The store '{before}' was deleted or replaced while it was written. What it held is in '{place}'."
@@ -334,7 +337,9 @@ class SqliteStore(Sink):
         return self._go_on_in(place, message)
 
     def _start_anew(self, database: Database) -> None:
-        """Another program has overwritten our file: leave it alone, and go on in a new one. Raises StoreLostError."""
+        """Leave our file alone after another program has overwritten it, and continue in a new one. Raises
+        StoreLostError.
+        """
         self._drop_seal()
         logs = [] if self._watch is None else self._watch.move_log_aside()
         _never_close(database.connection, self.path)
@@ -348,12 +353,12 @@ class SqliteStore(Sink):
         raise StoreLostError(message, lost)
 
     def _drop_seal(self) -> None:
-        """The file that has our name is no longer the one whose checksums we know."""
+        """Drop the checksums: the file with our name is no longer the one that they describe."""
         if self._seal is not None:
             self._seal.drop()
 
     def _go_on_in(self, place: Path, message: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
-        """Open another file, and tell of it in each run."""
+        """Open another file, and report the change in each run."""
         self._file_lock.release()
         self.path, self._file_lock = place, WriterLock(place)
         self._database = self._writer = self._watch = None
@@ -367,13 +372,15 @@ class SqliteStore(Sink):
         return writer
 
     def _tell_lost(self, lost: int) -> None:
-        """In the new file, when the run is over: before that, the monitor tells it with whatever else is lost."""
+        """Record the loss in the new file when the run is over: until then, the monitor reports it with all other
+        losses.
+        """
         if self._writer is not None and self._runs:
             now, source = time.time(), f"store-{os.urandom(4).hex()}"
             self._writer.write([Metric(Where(run), now, "monitor.lost", lost, source, 0) for run in self._runs])
 
     def _changed_elsewhere(self) -> bool:
-        """Whether another connection has written since the last time that this was asked."""
+        """Whether another connection has written since the previous call."""
         if self._database is None:
             return False
         (now,) = self._database.rows("PRAGMA data_version")[0]
@@ -383,13 +390,13 @@ class SqliteStore(Sink):
         return bool(now != before)
 
     def _is_edited(self) -> bool:
-        """Whether another connection has written since our last transaction; that one will ask again."""
+        """Whether another connection has written since our last transaction; `_changed_elsewhere` will still see it."""
         if self._database is None or self._data_version < 0:
             return False
         return bool(self._database.rows("PRAGMA data_version")[0][0] != self._data_version)
 
     def close(self) -> None:
-        """Put everything into the one file, and let others write. A later write opens it again."""
+        """Put everything into the one file, and let other processes write. A later write opens it again."""
         with self._turn:
             if self._database is None or self._process != os.getpid():
                 return
@@ -435,7 +442,7 @@ def _is_sound(database: Database) -> bool:
 
 
 def _settle_log(path: Path, lock: WriterLock) -> None:
-    """Move a log aside that belongs to another file of this name, before SQLite would apply it to this one."""
+    """Rename a log that belongs to another file of this name, before SQLite would apply it to this one."""
     try:
         moved = set_foreign_log_aside(path, lock.note_before)
     except OSError as error:
@@ -453,11 +460,11 @@ def _settle_log(path: Path, lock: WriterLock) -> None:
 
 
 def _put_in_place(copy: Path, path: Path) -> Path:
-    """Give a file the name that it should have, unless something else has it; where the file is now."""
+    """Give a file its intended name, unless something else has that name. Returns where the file is now."""
     if any(path.with_name(path.name + suffix).exists() for suffix in SIDE_FILES):
         return copy
     try:
-        os.link(copy, path)  # unlike a renaming, it never writes over a file that has just come
+        os.link(copy, path)  # unlike renaming, it never overwrites a file that has just appeared
     except FileExistsError:
         return copy
     except OSError:  # a file system without links
@@ -470,10 +477,10 @@ def _put_in_place(copy: Path, path: Path) -> Path:
 
 
 def _never_close(connection: sqlite3.Connection, path: Path) -> None:
-    """Let go of a connection whose file was overwritten: closing it would fold its log into the foreign content.
+    """Abandon a connection whose file was overwritten: closing it would fold its log into the foreign content.
 
-    It stays open until the process ends, without its locks: closing any handle of the file drops them, for the whole
-    process, which is why nothing else in here ever opens a store's file itself.
+    It stays open until the process ends, without its locks: closing any handle of the file releases them for the whole
+    process, which is why nothing else here ever opens a store's file itself.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
     with contextlib.suppress(OSError):

@@ -9,15 +9,15 @@ from fedvitals.store.dialect import Database
 
 
 def encodable(text: str) -> str:
-    """The text without lone surrogates, which log lines from undecodable bytes have and no database takes."""
+    """Return the text without lone surrogates: undecodable log lines have them, and no database accepts them."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-NAMES_REMEMBERED = 100_000  # names: some 15 MB; a federation has thousands
+NAMES_REMEMBERED = 100_000  # some 15 MB; a federation has thousands
 
 
 class Symbols:
-    """What a writer knows of the table `symbol`, and the names that it has to add."""
+    """A writer's cache of the table `symbol`, and the names that it still has to add."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -33,7 +33,7 @@ class Symbols:
             return self._learn(str(text))
 
     def known(self, text: str) -> int:
-        """The number of a name that is not None, for those who count on it."""
+        """Return the number of a name that is not None, typed accordingly."""
         return self.number(text) or 0
 
     def _learn(self, text: str) -> int:
@@ -49,7 +49,7 @@ class Symbols:
     def _add(self, text: str) -> int:
         if self._next is None:
             if self._database.dialect.shared:
-                # Whoever was before us may have added this very name, which is seen only now.
+                # The process before us may have added the same name, which becomes visible only now.
                 self._database.take_turn("names")
                 rows = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
                 if rows:
@@ -60,25 +60,25 @@ class Symbols:
         return number
 
     def save(self) -> None:
-        """Write the new names; in the transaction of the rows that use them."""
+        """Write the new names, in the same transaction as the rows that use them."""
         if self._new:
             self._database.many("INSERT INTO symbol (id, text) VALUES (?, ?)", self._new)
             self._new = []
-        if len(self._numbers) > NAMES_REMEMBERED:  # they are in the table, and asked for again
+        if len(self._numbers) > NAMES_REMEMBERED:  # they can be read from the table again
             self._numbers = {None: None}
 
     def begin(self) -> None:
-        """A new transaction: where others write too, they may have added names since the last one."""
+        """Begin a transaction: if other processes write too, they may have added names since the last one."""
         if self._database.dialect.shared:
             self._next = None
 
     def forget(self) -> None:
-        """After a rollback, or when someone else has written: nothing known here can be trusted."""
+        """Forget everything, after a rollback or a write by another process: the cache can no longer be trusted."""
         self._numbers, self._next, self._new = {None: None}, None, []
 
 
 class SymbolCache:
-    """Names and their numbers as far as they are known, for all readers of one store: neither ever changes."""
+    """Known names and their numbers, shared by all readers of one store: neither ever changes."""
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
@@ -87,34 +87,34 @@ class SymbolCache:
 
 
 class Names:
-    """Names by number and numbers by name for a reader, each fetched once."""
+    """A reader's names by number and numbers by name, each fetched once."""
 
     def __init__(self, database: Database, cache: SymbolCache | None = None) -> None:
         self._database = database
         self._cache = cache or SymbolCache()
 
     def use(self, cache: SymbolCache) -> None:
-        """Share what is known with the other readers of the same store that use this cache."""
+        """Share known names with the other readers of the same store that use this cache."""
         self._cache = cache
 
     def learn(self, symbols: Iterable[tuple[int, str]]) -> None:
-        """Note numbers and their names, out of an answer that has both."""
+        """Remember numbers and their names from an answer that contains both."""
         for number, text in symbols:
             self._cache.texts[number], self._cache.numbers[text] = text, number
 
     def texts(self, numbers: Iterable[int]) -> list[str]:
-        """Return the names of these numbers."""
+        """Return the names for these numbers."""
         wanted = [int(number) for number in numbers]
         cache = self._cache
         if any(number not in cache.texts for number in wanted):
-            # One walk over what is new since the last time beats one question a name.
+            # One walk over all new rows beats one query per name.
             symbols = self._database.rows("SELECT id, text FROM symbol WHERE id > ?", (cache.complete_to,))
             self.learn(symbols)
             cache.complete_to = max([cache.complete_to, *(number for number, _ in symbols)])
         return [cache.texts[number] for number in wanted]
 
     def number(self, text: str) -> int | None:
-        """Return the number of a name, or None if no record in the store bears it."""
+        """Return the number of a name, or None if no record in the store has it."""
         name = encodable(text)
         if name not in self._cache.numbers:
             self.learn(

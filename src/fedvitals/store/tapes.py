@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures and removes the tapes that lie beside a store, one folder for each run.
 
-What is in them is the business of `replay`; this is for whoever deletes a run, and needs no torch.
+Their content is the business of `replay`; this module serves the deletion of runs, and needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from fedvitals.errors import BusyError, StoreError
 from fedvitals.store import Target, spill_folder
 
-QUIET = 60.0  # seconds without a change after which nobody writes a tape whose run the store does not have
+QUIET = 60.0  # seconds without a change after which the tape of an unknown run is no longer being written
 
 
 def tapes_folder(store: Target) -> Path:
@@ -25,33 +25,35 @@ def tapes_folder(store: Target) -> Path:
 
 
 def tape_folder(store: Target, run: str) -> Path:
-    """Where the tape of a run lies, beside its store. An id that is no plain name could lie anywhere: it is refused."""
+    """Return the folder of a run's tape, beside its store. An id that is no plain name could point anywhere: it is
+    refused.
+    """
     if run in ("", ".", "..") or any(sign in run for sign in "/\\\0"):
         raise StoreError(f"The run {run!r} has no tape: its id is no name of a folder.")
     return tapes_folder(store) / run
 
 
 def tape_bytes(store: Target, run: str) -> int:
-    """What its files take; 0 where it has none."""
+    """Return the size of a run's tape; 0 if it has none."""
     folder = _own(store, run)
     return 0 if folder is None else _bytes(folder)
 
 
 def tapes(store: Target) -> dict[str, int]:
-    """The bytes of each tape beside a store, by run."""
+    """Return the bytes of each tape beside a store, by run."""
     folder = tapes_folder(store)
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     return {name: tape_bytes(store, name) for name in names if _own(store, name) is not None}
 
 
 def lost_tapes(store: Target, runs: Iterable[str]) -> dict[str, int]:
-    """Those whose run is not among these."""
+    """Return the tapes whose run is not among these."""
     known = set(runs)
     return {run: size for run, size in tapes(store).items() if run not in known}
 
 
 def remove_tape(store: Target, run: str) -> int:
-    """How many bytes that gave back. What cannot be removed stays, and is found as a lost tape."""
+    """Remove a run's tape. Returns the bytes freed. What cannot be removed stays, and is reported as a lost tape."""
     folder = _own(store, run)
     if folder is None:
         return 0
@@ -61,7 +63,7 @@ def remove_tape(store: Target, run: str) -> int:
 
 
 def remove_lost_tape(store: Target, run: str) -> int:
-    """The same for a tape without a run: refused while it may still be written, by a run that has just begun."""
+    """Remove a tape without a run; refused while it may still be written, by a run that has just begun."""
     folder = _own(store, run)
     if folder is None:
         return 0
@@ -72,7 +74,7 @@ def remove_lost_tape(store: Target, run: str) -> int:
 
 
 def _own(store: Target, run: str) -> Path | None:
-    """A folder of ours and nothing else: whatever a store says that its runs are called, we stay in here."""
+    """Return a run's tape folder only if it is a real folder of ours: a run's name must not lead outside."""
     with contextlib.suppress(StoreError):
         folder = tape_folder(store, run)
         return folder if folder.is_dir() and not folder.is_symlink() else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from fedvitals.stats import FAMILIES, STATISTICS
 from fedvitals.store.packing import NONE
 
-# Each takes a blob and the place of a number in it, little endian.
+# Each takes a blob and the index of a number in it, little endian.
 FUNCTIONS: tuple[str, ...] = (
     """CREATE OR REPLACE FUNCTION int4_at(b BYTEA, o INTEGER) RETURNS INTEGER LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
@@ -62,7 +62,7 @@ BEGIN
 END $$""",
 )
 
-# From the packed columns (`stats.pack`: mean and spread in place of sums) to the statistics, as `stats.derive` does.
+# From the packed columns (`stats.pack`: mean and spread instead of sums) to the statistics, as in `stats.derive`.
 _DERIVED = {
     "count": "n.count",
     "mean": "CASE WHEN n.finite > 0 THEN n.mean END",
@@ -81,13 +81,13 @@ _PACKED = ("count", "mean", "std", "magnitude", "min", "max", "zeros", "nans", "
 
 
 def view(statistics: tuple[str, ...]) -> str:
-    """The view, with these statistics as columns."""
+    """Return the view with these statistics as columns."""
     families = ", ".join(f"'{name}'" for name, family in FAMILIES.items() if family.columns is STATISTICS)
     layer = "(CASE WHEN m.layer < 0 THEN l.position ELSE 0 END)"
     place = f"4 * ((9 * {layer} + {{}}) * b.entries + e.i)::INTEGER"
     numbers = ", ".join(f"float4_at(m.numbers, {place.format(i)}) AS {name}" for i, name in enumerate(_PACKED))
     values = ", ".join(f"{_DERIVED[name]} AS {name}" for name in statistics)
-    # Of the coordinates, rounds come first, then times, then nodes; of the details steps, ..., and groups fourth.
+    # The coordinates are rounds, then times, then nodes; the details are steps, ..., with groups fourth.
     return f"""CREATE VIEW layer_statistics AS
 SELECT run_symbol.text AS run, NULLIF(n.round, {NONE}) AS round, node_symbol.text AS node,
   NULLIF(n.step, {NONE}) AS step, group_symbol.text AS "group", n.at AS at,

@@ -27,7 +27,7 @@ ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any l
 
 
 class Writer:
-    """Who writes a database, and what it remembers between two batches.
+    """Writes a database, and keeps a cache between batches.
 
     Where several processes may write at once (`dialect.shared`), each run is written by one batch at a time, names are
     added in turns, and whatever another writer may have changed is read again in each transaction.
@@ -51,21 +51,21 @@ class Writer:
         self._symbols.forget()
         self._delivered.forget()
         self._tables: set[str] = set()
-        self._nodes: dict[str, set[str | None]] = {}  # by run; None is never noted
+        self._nodes: dict[str, set[str | None]] = {}  # by run; None is never recorded
         self._rounds: dict[tuple[str, int], tuple[float, float]] = {}
         self._pending: dict[Family, compaction.Pending] = {}
         self._arrival: int | None = None
 
     def write(self, records: Sequence[Telemetry]) -> None:
-        """Store what is new of the batch, all or nothing."""
+        """Store the new records of the batch, all or nothing."""
         rows.check(records)
         due: set[Family] = set()
         try:
             self._transaction(map(run_of, records), partial(self._ingest, records, due))
-        except (TypeError, ValueError, OverflowError) as error:  # of our own making rows, not of the database
+        except (TypeError, ValueError, OverflowError) as error:  # raised while making rows, not by the database
             raise RecordError(f"A record cannot be stored ({type(error).__name__}: {error}).") from error
         for key in due:
-            # Each merge is a transaction of its own: a reader sees the blocks before or after it, never both.
+            # Each merge is a separate transaction: a reader sees the blocks before or after it, never both.
             while key in self._pending and (taken := self._pending[key].take()):
                 self._transaction({key[0]}, partial(compaction.compact, self._database, key[1], taken))
 
@@ -75,7 +75,7 @@ class Writer:
             if self._changed_elsewhere():
                 self._forget()
             if self._database.dialect.shared:
-                for run in sorted({*runs}):  # in one order, so that two never wait for each other
+                for run in sorted({*runs}):  # always in the same order, so that two writers never wait for each other
                     self._database.take_turn(f"run {run}")
                 self._delivered.forget()
                 self._symbols.begin()
@@ -98,7 +98,7 @@ class Writer:
             self._write_in_order(new, Metric, rows.metric_columns)
             self._write_in_order(new, Sketch, rows.sketch_columns)
         for kind, same in by_kind.items():
-            if kind not in (LayerStats, Metric, Sketch, Measurements):  # written in one order with each other
+            if kind not in (LayerStats, Metric, Sketch, Measurements):  # these are written in one common order
                 self._database.insert(rows.insert(kind), self._columns[kind](same))
         due |= self._write_statistics(layer_matrices(new))
         self._note_places(new)
@@ -117,7 +117,7 @@ class Writer:
                         self._database.insert(rows.insert(kind), columns)
 
     def _write_run(self, run: Run) -> None:
-        """Insert the run or write over it, unless its own source has said something newer before."""
+        """Insert or overwrite the run, unless its own source has already written something newer."""
         for table in run.tables:
             self._write_table(table)
         number, source = self._symbols.number(run.id), self._symbols.number(run.source)
@@ -148,11 +148,11 @@ class Writer:
         )
 
     def _write_statistics(self, parts: Iterable[LayerMatrices]) -> set[Family]:
-        """Blocks for each family and round; what comes back may have enough old rounds to merge."""
+        """Write blocks for each family and round. Returns the families that may have enough old rounds to merge."""
         due = set()
         for key, same in in_blocks(parts):
             family, round_index = key[:-1], key[-1]
-            pending = self._pending_of(family)  # before the block is written, or it would be in there twice
+            pending = self._pending_of(family)  # before the block is written, or it would be counted twice
             if pending.add(*self._write_block(family, same, round_index)):
                 due.add(family)
         return due
@@ -184,9 +184,9 @@ class Writer:
         return pending
 
     def _note_places(self, records: Iterable[Telemetry]) -> None:
-        """Keep `run_round` and `run_node`: what rounds and nodes there are must not need a walk over all records.
+        """Update `run_round` and `run_node`: listing rounds and nodes must not need a walk over all records.
 
-        Whoever reads these must not learn from them what is to be found out: truths are left out.
+        Readers of these tables must not learn from them what is to be found out: truths are omitted.
         """
         times: dict[tuple[str, int | None], list[float]] = {}
         nodes: dict[str, set[str | None]] = {}
@@ -207,7 +207,7 @@ class Writer:
             known = self._nodes.setdefault(run, {None})
             added = own - known
             known |= added
-            if len(known) > NAMES_REMEMBERED:  # the table knows them: noted twice, they are there once
+            if len(known) > NAMES_REMEMBERED:  # the table has them: recorded twice, they are there once
                 del self._nodes[run]
             self._database.many(
                 "INSERT INTO run_node (run, node) VALUES (?, ?) ON CONFLICT (run, node) DO NOTHING",
@@ -219,7 +219,7 @@ class Writer:
 
     def _note_round(self, key: tuple[str, int], span: tuple[float, float]) -> None:
         place = (self._symbols.number(key[0]), key[1])
-        # Another writer may have widened it, which is why a shared database is asked each time.
+        # Another writer may have extended it, which is why a shared database is asked each time.
         known = None if self._database.dialect.shared else self._rounds.get(key)
         if known is None:
             rows = self._database.rows("SELECT first, last FROM run_round WHERE run = ? AND round = ?", place)

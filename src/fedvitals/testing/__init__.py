@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests, ours and yours: a sink in memory, tiny federations, and checks of what plugs into fedvitals.
+"""For tests, ours and yours: a sink in memory, tiny federations, and checks for plug-ins of fedvitals.
 
-A probe, sink, detector, topology or host of your own holds its contract if the check of that name returns; what is
-wrong comes as an AssertionError that says so. Needs no test framework.
+Your own probe, sink, detector, topology or host fulfils its contract if the check of that name returns; a violation
+raises an AssertionError that describes it. Needs no test framework.
 """
 
 from fedvitals.testing.host_contract import HostDriver, check_host

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of hosts: the store says what each client did in which round, as the server saw it."""
+"""The contract of hosts: the store records what each client did in which round, as the server saw it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedvitals.store.read.queries import get_run, list_runs, records
 from fedvitals.testing.scripted_federation import FORGED_NAME, FORGED_VALUE, FORKED_WORDS, ScriptedFederation, Trouble
 from fedvitals.transport.sink_writer import SENDER
 
-# The events by which a trouble may be reported; which of them, depends on what a framework's server can know.
+# The events that may report a trouble; which one depends on what a framework's server can know.
 REPORTS: Mapping[Trouble, tuple[str, ...]] = {
     "fails": ("client.failed",),
     "late": ("update.late",),
     "lost": ("update.late", "update.lost", "client.dropped_out", "worker.lost"),
 }
-STALE = ("update.staleness", "update.base_age")  # metrics that mark an update of an older model
+STALE = ("update.staleness", "update.base_age")  # metrics that indicate an update of an older model
 UPDATE = "update.norm"  # the metric that every measured update has
 ROUND = "time.round"  # the metric that every round has once
 PASSED = "passed"
@@ -43,7 +43,7 @@ class HostDriver(Protocol):
         ...
 
     def run(self, federation: ScriptedFederation, store: Path) -> None:
-        """Run a federation to its end, watched, with its records in `store`.
+        """Run a federation to its end, monitored, with its records in `store`.
 
         The server calls `federation.in_round` once inside of each round and `federation.at_end` after the last one.
         """
@@ -52,35 +52,35 @@ class HostDriver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredFederation:
-    """What a store has of one federation: the run's records in the rounds that this federation added to it."""
+    """What a store contains of one federation: the run's records in the rounds that this federation added to it."""
 
     script: ScriptedFederation
     run: Run
-    rounds: tuple[int, ...]  # as the host counts them
+    rounds: tuple[int, ...]  # in the host's numbering
     metrics: tuple[Metric, ...]
     events: tuple[Event, ...]
     spans: tuple[Span, ...]
     findings: tuple[Finding, ...]
 
     def round_index(self, record: Metric | Event | Finding) -> int | None:
-        """Return the round of a record as the script counts; None: of none of these rounds."""
+        """Return the round of a record in the script's numbering; None if it is in none of these rounds."""
         return self.rounds.index(record.where.round) if record.where.round in self.rounds else None
 
     @property
     def ends(self) -> list[Metric]:
-        """What the store has of the rounds' ends: one record of each."""
+        """Return the store's records of the rounds' ends, one for each."""
         return [metric for metric in self.metrics if metric.name == ROUND and metric.where.node is None]
 
     def measured(self, name: str) -> Counter[tuple[int | None, str | None]]:
-        """Return how often a metric of a whole client is there, by round and client."""
+        """Return how often a metric of a whole client was stored, by round and client."""
         own = (metric for metric in self.metrics if metric.name == name and metric.where.layer is None)
         return Counter((self.round_index(m), m.where.node) for m in own if m.where.node in self.script.clients)
 
 
 def check_host(driver: HostDriver) -> dict[str, str]:
-    """Let a host run three small federations into one store, and check what the store has of them.
+    """Let a host run three small federations into one store, and check the store's content.
 
-    Returns for each check «passed», or why it was left out; raises an AssertionError that names all checks that failed.
+    Returns for each check «passed», or why it was skipped; raises an AssertionError that names all failed checks.
     """
     for name in driver.cannot:
         if name not in CHECKS or name == "identity":
@@ -127,7 +127,7 @@ def _scripts(driver: HostDriver, folder: str) -> Iterator[ScriptedFederation]:
 
 
 def _read(script: ScriptedFederation, store: Path, before: Mapping[str, set[int]]) -> StoredFederation:
-    """Read what a federation has added to the store: a run, or rounds of one that was there."""
+    """Read what a federation has added to the store: a run, or rounds of an existing one."""
     with open_reader(store) as reader:
         runs = [run.id for run in list_runs(reader)]
         rounds = {run: [m.where.round for m in records(reader, run, Metric) if m.name == ROUND] for run in runs}
@@ -145,7 +145,7 @@ def _read(script: ScriptedFederation, store: Path, before: Mapping[str, set[int]
         return StoredFederation(script, get_run(reader, chosen), numbers, *kinds)
 
 
-# -- checks: each yields what is wrong ------------------------------------------------------------------------------
+# -- checks: each yields the violations that it finds -------------------------------------------------------------
 
 
 def _identity(driver: HostDriver, stored: Mapping[str, StoredFederation], name: str) -> Iterator[str]:

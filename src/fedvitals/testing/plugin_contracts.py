@@ -49,7 +49,7 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 class MemorySink(Sink):
-    """Keeps every record in a list, and picks from it: `sink.value("loss", node="c1", round=2)`."""
+    """Keeps every record in a list, and finds single ones: `sink.value("loss", node="c1", round=2)`."""
 
     name = "memory"
 
@@ -64,7 +64,7 @@ class MemorySink(Sink):
         self.closed += 1
 
     def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
-        """Records of a kind, by name (or family) and by coordinates, in order of arrival."""
+        """Return the records of a type, by name (or family) and coordinates, in order of arrival."""
         records: list[Kind] = []
         for record in self.records:
             if not isinstance(record, kind):
@@ -76,28 +76,30 @@ class MemorySink(Sink):
         return records
 
     def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
-        """Return the metrics of a name, or all, at the coordinates that are given."""
+        """Return the metrics with a name, or all, at the given coordinates."""
         return self.of(Metric, name, **where)
 
     def value(self, name: str, **where: Any) -> float:
-        """The one metric of that name there; an error that tells what is there if it is not one."""
+        """Return the one metric with that name there; raises an error that lists what exists if there is not exactly
+        one.
+        """
         return _only(self.metrics(name, **where), name, where).value
 
     def layers(self, family: str, **where: Any) -> LayerStats:
-        """The one layer matrix of that family there; `step` is None (merged over the steps) unless given."""
+        """Return the one layer matrix of that family there; `step` is None (merged over the steps) unless given."""
         where.setdefault("step", None)
         return _only(self.of(LayerStats, family, **where), family, where)
 
     def events(self, name: str | None = None, **where: Any) -> list[Event]:
-        """Return the events of a name, or all, at the coordinates that are given."""
+        """Return the events with a name, or all, at the given coordinates."""
         return self.of(Event, name, **where)
 
     def names(self) -> set[str]:
-        """Every metric name seen."""
+        """Return every metric name seen."""
         return {metric.name for metric in self.metrics()}
 
     def table(self, digest: str) -> LayerTable:
-        """The layer table that a LayerStats record names."""
+        """Return the layer table that a LayerStats record refers to."""
         tables = [table for run in self.of(Run) for table in run.tables if table.digest == digest]
         _require(tables, f"No run record tells of layer table {digest}.")
         return tables[-1]
@@ -112,9 +114,10 @@ def tiny_run(
     seed: int = 0,
     **settings: Any,
 ) -> Monitor:
-    """A federation that takes well under two seconds, watched to its end; `settings` are those of `Monitor`.
+    """Run a federation of well under two seconds, monitored to its end, and return its monitor.
 
-    An MLP learns three classes of eight synthetic features, by plain averaging. Clients are «c0», «c1», ...
+    `settings` are those of `Monitor`. An MLP learns three classes of eight synthetic features, by plain averaging.
+    Clients are «c0», «c1», ...
     """
     stream = torch.Generator().manual_seed(seed)
     centres = torch.randn(3, 8, generator=stream)
@@ -170,12 +173,12 @@ def check_sink(make_sink: Callable[[], RecordWriter]) -> None:
     def deliver() -> None:
         try:
             sink.write(batch)
-            sink.write(batch)  # a retry after a failure that was none
+            sink.write(batch)  # a retry although the first attempt succeeded
             for record in examples:
                 sink.write([record])
             sink.write([])
             as_sink(sink).close()
-        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+        except BaseException as error:  # noqa: BLE001 - passed to the caller's thread
             failure.append(error)
 
     worker = threading.Thread(target=deliver, name="check_sink")
@@ -208,8 +211,8 @@ def check_detector(detector: Detector) -> None:
 def check_topology(topology: Any) -> None:
     """A topology of the lab gives a model in every round, the same each time, whoever takes part, fails or is resumed.
 
-    Twelve clients learn three synthetic classes, on a network if the topology refuses to do without. One client alone
-    may be refused, with a ConfigError that says why.
+    Twelve clients learn three synthetic classes, on a network if the topology requires one. A single client may be
+    refused, with a ConfigError that says why.
     """
     name, watched, half = type(topology).__name__, _Traffic(), _Traffic()
     for method in ("check", "round"):
@@ -229,7 +232,8 @@ def check_topology(topology: Any) -> None:
     _require(
         apart < 1e-3, f"{name}: engines disagree by {apart:.2g}. A state is valid until the next: clone what you keep."
     )
-    with tempfile.TemporaryDirectory() as folder:  # what it knows must be in the server's memory and notes to be saved
+    # Its state must be in the server's memory and notes in order to be saved
+    with tempfile.TemporaryDirectory() as folder:
         next(lab.rounds(whole, engine="sequential", checkpoint=folder))
         resumed = _lab_run(whole, checkpoint=folder, resume=True)
     _require(torch.equal(trained, resumed), f"{name}: other weights after going on from a saved round.")
@@ -288,7 +292,7 @@ def _accuracy(model: nn.Module, data: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _fingerprint(model: nn.Module) -> Any:
-    """Everything that a probe must not touch, in a form that compares."""
+    """Return everything that a probe must not touch, in a comparable form."""
     tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]  # noqa: SLF001
     numpy_state = [str(part) for part in np.random.get_state()]  # noqa: NPY002 - the user's stream
@@ -318,7 +322,7 @@ def _check_numbers(probe: Probe, numbers: Any, view: View) -> None:
 
 
 def _without_gradients(probe: Probe, view: View) -> None:
-    """Frozen and unused parameters have none, and a view may come without data."""
+    """Check the probe without gradients, as for frozen and unused parameters, and without data."""
     for parameter in view.parameters:
         parameter.grad = None
     try:
@@ -338,7 +342,7 @@ def _check_finding(detector: Detector, finding: Any, run: str) -> None:
 
 
 class _Traffic(NullObserver):
-    """Who trained, sent and got something, round by round."""
+    """Records who trained, sent and received, round by round."""
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[str], set[str], set[str]]] = []

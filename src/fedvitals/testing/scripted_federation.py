@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation whose course is known beforehand: which client fails, answers late, never answers, or lies.
+"""A federation whose events are known beforehand: which client fails, answers late, never answers, or lies.
 
-`check_host` lets a host run such federations and then looks at what the store has of them. A federation is plain data,
-so that it can travel to the processes of a host; what happens in these is noted in files of its folder.
+`check_host` lets a host run such federations and then examines what the store has recorded. A federation is plain data,
+so that it can be sent to the processes of a host; events in these are noted in files of its folder.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from fedvitals.transport.wire.payload import decode, encode
 Trouble = Literal["fails", "late", "lost"]
 Weights = Mapping[str, npt.NDArray[Any]]
 SHAPES = {"dense.weight": (6, 4), "dense.bias": (4,), "head.weight": (4, 3)}
-RATE, SPREAD = 0.3, 0.3  # how far a client goes to its target in a round, and how far targets lie apart
-FORGED_VALUE, FORGED_NAME = 66613.0, "user.forged"  # by which a lie is recognised in the store
+RATE, SPREAD = 0.3, 0.3  # how far a client moves to its target in a round, and how far apart targets are
+FORGED_VALUE, FORGED_NAME = 66613.0, "user.forged"  # identify a lie in the store
 FORKED_WORDS = "logged by a process that was forked off the server"
-FORK_SECONDS = 30.0  # in which a forked process must have ended
-WAIT_SECONDS = 60.0  # that a client waits for a round at most
+FORK_SECONDS = 30.0  # within which a forked process must have ended
+WAIT_SECONDS = 60.0  # for which a client waits for a round at most
 
 
 class ScriptedError(Exception):
-    """The error of a client that is to fail."""
+    """The error of a client that is scripted to fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFederation:
     """What happens in which round, counted from 0. `clients`: the names by which the host's server knows them.
 
-    `troubles`: (round, client, trouble): a client that fails raises while it trains; the answer of one that is late
-    comes after the round; of one that is lost it never comes. `liar`: the client that sends forged telemetry. `slow`:
-    the client that is asked in the first round, while the others go on, and whose answer is taken in the last round.
-    `forks_in`: the round in which the server's process forks. `folder`: where notes go.
+    `troubles`: (round, client, trouble): a client that fails raises while it trains; the answer of a late client
+    arrives after the round; that of a lost one never arrives. `liar`: the client that sends forged telemetry. `slow`:
+    the client that is asked in the first round, while the others continue, and whose answer is used in the last round.
+    `forks_in`: the round in which the server's process forks. `folder`: where notes are written.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ScriptedFederation:
     forks_in: int | None = None
 
     def to_json(self) -> str:
-        """Return the federation as text, for a process or a machine that is given arguments only as text."""
+        """Return the federation as text, for a process or machine whose arguments are text."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -72,11 +72,11 @@ class ScriptedFederation:
     # -- for the clients ----------------------------------------------------------------------------------------------
 
     def trouble(self, round_index: int, node: str) -> Trouble | None:
-        """Return what is wrong with a client in a round; None: it answers in time."""
+        """Return what is wrong with a client in a round; None if it answers in time."""
         return next((trouble for at, who, trouble in self.troubles if (at, who) == (round_index, node)), None)
 
     def train(self, round_index: int, node: str, weights: Weights) -> dict[str, npt.NDArray[Any]]:
-        """Return a client's weights after its training. Raises a ScriptedError if the client is to fail."""
+        """Return a client's weights after its training. Raises a ScriptedError if the client is scripted to fail."""
         if self.trouble(round_index, node) == "fails":
             raise ScriptedError(f"{node} fails in round {round_index}, as it is to")
         stream = np.random.default_rng([self.clients.index(node), round_index])
@@ -84,7 +84,7 @@ class ScriptedFederation:
         return {name: (values + RATE * (target[name] - values)).astype(np.float32) for name, values in weights.items()}
 
     def telemetry(self, round_index: int, node: str, payload: bytes) -> bytes:
-        """Return what a client sends as its telemetry: its payload as it is, or forged if the client lies."""
+        """Return what a client sends as its telemetry: its payload unchanged, or forged if the client lies."""
         if node != self.liar or not payload:
             return payload
         other = next(name for name in self.clients if name != node)
@@ -103,7 +103,7 @@ class ScriptedFederation:
         return encode([*own, *forged])
 
     def answers(self, round_index: int, node: str) -> bool:
-        """Wait until a client's answer to a round is to be sent, and return True; False: it never is.
+        """Wait until a client's answer to a round is due, and return True; False if it never is.
 
         For clients with a thread or a process of their own. Others look at `trouble` and `slow` themselves.
         """
@@ -133,20 +133,20 @@ class ScriptedFederation:
         return {name: np.stack([own[name] for own in every]).mean(0, dtype=np.float32) for name in every[0]}
 
     def took(self, round_index: int, node: str) -> None:
-        """Note that the server took a client's answer into its model; for `slow`."""
+        """Note that the server used a client's answer in its model; for `slow`."""
         self.note("took", round=round_index, node=node)
 
     def in_round(self, round_index: int, close: Callable[[], None]) -> None:
         """Call this in each round, in the process of the server, as soon as the round has begun.
 
-        `close`: what ends the watching. Where the script says so, the process forks; its child logs a line, closes, as
-        an exit would, and ends.
+        `close`: ends the monitoring. If the script says so, the process forks; its child logs a line, closes, as at an
+        exit, and ends.
         """
         self.note("round", round=round_index)
         if round_index != self.forks_in or not hasattr(os, "fork"):
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads, as every server is
+            warnings.simplefilter("ignore", DeprecationWarning)  # about a process with threads, as every server has
             child = os.fork()
         if child == 0:
             try:
@@ -157,11 +157,11 @@ class ScriptedFederation:
         self.note("forked", outcome=_outcome_of(child))
 
     def at_end(self, close: Callable[[], None]) -> None:
-        """Call this after the last round, in the process of the server: it closes twice, and notes what came of it."""
+        """Call this after the last round, in the server's process: it closes twice, and notes the result."""
         try:
             close()
             close()
-        except Exception as error:  # noqa: BLE001 - the check says what it was
+        except Exception as error:  # noqa: BLE001 - the check reports it
             self.note("closed", error=f"{type(error).__name__}: {error}")
         else:
             self.note("closed", error=None)
@@ -169,7 +169,7 @@ class ScriptedFederation:
     # -- notes --------------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Add a note, from whichever process."""
+        """Add a note, from any process."""
         with (Path(self.folder) / f"{self.name}.notes").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **fields}) + "\n")
 

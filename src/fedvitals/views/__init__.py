@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what people are shown of a run, as data that terminal, dashboard, plots and report share."""
+"""Computes what users are shown of a run, as data that terminal, dashboard, plots and report share."""

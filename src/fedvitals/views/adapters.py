@@ -31,7 +31,7 @@ LANGUAGE = (
     "perplexity.before", "perplexity.after", "tokens.length", "tokens.padding", "throughput.tokens",
     "model.flops_utilisation", "adapter.scale",
 )  # fmt: skip
-LEAST_SHARE = 1e-3  # of the energy, below which a direction belongs to nobody
+LEAST_SHARE = 1e-3  # share of the energy below which a direction is attributed to no client
 CLIENTS = 60  # rows of the heat maps
 
 
@@ -47,19 +47,19 @@ class AdapterCurve:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersPage:
-    """What is known of a run's adapters; `layers` is empty where it has none."""
+    """What is known of a run's adapters; `layers` is empty if it has none."""
 
     layers: tuple[str, ...]
-    layer: str | None  # that spectrum and contributions are of; None: the mean over all
-    round: int | None  # that the contributions are of
+    layer: str | None  # for spectrum and contributions; None: the mean over all
+    round: int | None  # of the contributions
     effective_rank: Grid | None  # layers × rounds
     spectrum: Grid | None  # directions × rounds: shares of the energy
-    contributions: Grid | None  # clients × directions, whose numbers are the columns
+    contributions: Grid | None  # clients × directions, whose indices are the columns
     errors: tuple[AdapterCurve, ...]
     ranks: tuple[AdapterCurve, ...]
     energies: tuple[AdapterCurve, ...]
     moves: tuple[AdapterCurve, ...]  # of the merged weights
-    held_back: tuple[AdapterCurve, ...]  # loss on texts that nobody trains on
+    held_back: tuple[AdapterCurve, ...]  # loss on held-out texts
     clients: Mapping[str, Grid]  # by sign (see LANGUAGE), clients × rounds
 
 
@@ -105,7 +105,7 @@ def _spectrum(shares: Array, rounds: tuple[int, ...], place: slice, columns: int
 
 
 def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> Grid | None:
-    """Return each client's part in the first directions, averaged over the chosen adapters."""
+    """Return each client's share of the first directions, averaged over the chosen adapters."""
     names = FAMILIES["update.directions"].columns
     nodes, values = reader.history(run).across("update.directions", names, round_index)
     rows = [i for i, node in enumerate(nodes) if is_client(node) and node != SERVER]
@@ -113,14 +113,14 @@ def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> 
         return None
     parts = _mean(values[rows][:, place], axis=1)
     shares = _mean(values[nodes.index(SERVER), place], axis=0) if SERVER in nodes else np.ones(DIRECTIONS)
-    parts[:, ~(shares >= LEAST_SHARE)] = np.nan  # a part in nothing is no part
+    parts[:, ~(shares >= LEAST_SHARE)] = np.nan  # a share of nothing is undefined
     clients = [nodes[i] for i in rows]
     matrix = matrix_of(clients, range(1, DIRECTIONS + 1), parts, np.isfinite(parts))
     return make_grid(matrix, rows=clients[:CLIENTS], sort="given", unit="share", title="part in each direction")
 
 
 def _mean(values: Array, axis: int) -> Array:
-    """Return the mean of what is known; NaN where nothing is."""
+    """Return the mean of the finite values; NaN if there are none."""
     known = np.isfinite(values)
     counts = known.sum(axis=axis)
     with np.errstate(invalid="ignore", divide="ignore"):

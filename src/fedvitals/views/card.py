@@ -25,7 +25,7 @@ from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.unmeasured import Seldom, absent_metrics, seldom_measured
 
-# What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
+# What the card shows of a run, in the order of a medical chart: outcome, learning, gradients, weights, machine.
 VITAL_SIGNS = (
     "accuracy", "loss", "fit.loss_before", "fit.accuracy_after", "gradient.norm", "gradient.norm_max",
     "gradient.norm_last", "update.norm", "update.cosine_mean", "weight.drift", "weight.update_ratio", "time.client",
@@ -54,24 +54,25 @@ class Card:
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
-    cases: Sequence[Case]  # what the detectors found, each trouble once, worst first; without notes
+    cases: Sequence[Case]  # the detectors' findings, each trouble once, worst first; without notes
     notes: int  # cases that never were more than a note
-    detectors: int  # that looked at the run
-    examined: Examined | None  # what they looked at; None: not recorded
+    detectors: int  # that examined the run
+    examined: Examined | None  # what they examined; None: not recorded
     gaps: Sequence[str]  # why the run was not fully examined
     clients: Sequence[Outlier]
     layers: Sequence[Outlier]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
-    cost_percent: float | None  # measuring, of the rounds' time
+    cost_percent: float | None  # of measuring, relative to the rounds' time
     client_rounds: int  # of clients with a model
-    measured: Mapping[str, int]  # probe that takes turns → in how many client-rounds it measured
-    seldom: Sequence[Seldom]  # the same, with the samples and the budget of each
+    measured: Mapping[str, int]  # probe that takes turns → number of client-rounds in which it measured
+    seldom: Sequence[Seldom]  # likewise, with the samples and the budget of each
     privacy: str
-    cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
+    # The smallest number of clients whose sum may be reported; None: for runs older than this setting
+    cohort: int | None
     tracebacks: bool | None
-    labels: Mapping[str, str]  # node → what it is called beside its name
+    labels: Mapping[str, str]  # node → its label beside the name
 
 
 def health_card(reader: Reader, run: str) -> Card:
@@ -125,12 +126,12 @@ def health_card(reader: Reader, run: str) -> Card:
 
 
 def detectors_of(run: Run) -> int:
-    """How many detectors looked at a run while it trained."""
+    """Return how many detectors examined a run while it trained."""
     return int(setting_of(run, "detectors", 0))
 
 
 def vital_sign(history: History, name: str, lost: Mapping[str, set[int]] = MappingProxyType({})) -> Sign:
-    """The federation's own values, else the server's, else each round's median over the clients.
+    """Return the federation's own values, else the server's, else each round's median over the clients.
 
     `lost`: the rounds in which a client's value is not finite, whatever is stored (`views.not_finite`).
     """
@@ -149,18 +150,18 @@ def vital_sign(history: History, name: str, lost: Mapping[str, set[int]] = Mappi
 
 
 def how_often(card: Card) -> str:
-    """Return a sentence that says how seldom the probes measured that take turns, and why; empty: none did."""
+    """Return a sentence on how often the probes that take turns measured, and why; empty if none did."""
     return f"Measured in turns: {'; '.join(own.text for own in card.seldom)}." if card.seldom else ""
 
 
 def cost_percent(history: History) -> float | None:
-    """What measuring cost, of the rounds' time."""
+    """Return the cost of measuring in percent of the rounds' time."""
     (_, costs), (_, times) = history.series("monitor.cost", None), history.series("time.round", None)
     return percent_of(costs, times)
 
 
 def percent_of(costs: Iterable[float], times: Iterable[float]) -> float | None:
-    """The sum of these costs in percent of the sum of these times; None where no time is known."""
+    """Return the sum of these costs in percent of the sum of these times; None if no time is known."""
     return 100 * float(sum(costs)) / float(sum(times)) if sum(times) > 0 else None
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says in a main clause what is wrong: «c7 has wrong labels», «c7 seems to have wrong labels».
+"""Writes a main clause on what is wrong: «c7 has wrong labels», «c7 seems to have wrong labels».
 
-What was measured where it arose, on a client's own samples or in its settings, is stated; what is concluded from a
-client's losses or updates «seems» so.
+What was measured on a client's own samples or read from its settings is stated as fact; conclusions from its losses or
+updates are worded with «seems».
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedvitals.records import natural
 from fedvitals.views.cause_levels import named_chance, what_looks_wrong
 from fedvitals.views.labels import named, place_of
 
-# Issue → what one client does, and what several do. «{layer}» is filled in where the case has one.
+# Issue → what one client does, and what several do. «{layer}» is replaced if the case has one.
 OF_CLIENTS = {
     "LABEL_NOISE": ("seems to have wrong labels", "seem to have wrong labels"),
     "LABEL_FLIP": ("seems to label one class as another", "seem to label one class as another"),
@@ -60,7 +60,7 @@ OF_CLIENTS = {
     "TELEMETRY_LOST": ("loses its telemetry", "lose their telemetry"),
 }
 
-# The same where that was measured on the clients' samples or read in their settings.
+# The same, if it was measured on the clients' samples or read from their settings.
 MEASURED_OF_CLIENTS = {
     "LABEL_NOISE": ("has wrong labels", "have wrong labels"),
     "LABEL_FLIP": ("labels one class as another", "label one class as another"),
@@ -70,7 +70,7 @@ MEASURED_OF_CLIENTS = {
 }
 MEASURED = frozenset({"data", "exact"})  # views of a finding that compare samples, settings or what was sent
 
-# Issue → what is wrong with the run as a whole, where its title does not say so by itself.
+# Issue → what is wrong with the run as a whole, if its title does not say so by itself.
 OF_THE_RUN = {
     "NAN_WEIGHTS": "The global weights are NaN or infinite",
     "GROUP_LEFT_BEHIND": "The global model does not serve some clients",
@@ -89,12 +89,12 @@ MANIPULATIONS = {
     "little_is_enough": "hidden among the others",
     "inner_product": "mean reversed",
 }
-NAMED = 2  # of several culprits; the others are counted
-LONGEST = 200  # characters of a message that somebody else wrote
+NAMED = 2  # of several culprits; the others are only counted
+LONGEST = 200  # characters of a message from elsewhere
 
 
 def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
-    """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
+    """Return cases of one issue as one main clause, the worst first; without their beginning and confidence."""
     worst = same[0]
     layers = unique_names(case.layer for case in same)
     if worst.issue not in OF_CLIENTS and worst.issue_entry.family == "user":
@@ -134,7 +134,7 @@ def _was_measured(case: Case) -> bool:
 
 
 def manipulation(case: Case) -> str:
-    """Return the likeliest way in which updates were manipulated, « (sign flipped?)»; empty where none is known."""
+    """Return the most probable way in which updates were manipulated, « (sign flipped?)»; empty if none is known."""
     causes = case.newest.evidence.get("causes")
     kinds = [kind for kind, _ in filter(None, map(named_chance, causes if isinstance(causes, list | tuple) else ()))]
     words = MANIPULATIONS.get(kinds[0]) if kinds and case.issue == "BYZANTINE" else None
@@ -142,7 +142,7 @@ def manipulation(case: Case) -> str:
 
 
 def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """«c3», «c3 and c7», «c3, c7 and 2 more»; in the order of their names."""
+    """Return names in words: «c3», «c3 and c7», «c3, c7 and 2 more»; in natural order."""
     known = [named(name, labels) for name in sorted(names, key=natural)]
     if len(known) <= NAMED:
         return " and ".join(known)
@@ -151,18 +151,18 @@ def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({}
 
 
 def sure(case: Case) -> str:
-    """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
+    """Return the confidence, «96 %»; only an exact test or a user's own rule is called certain."""
     return how_sure(case.issue, case.confidence)
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """On one line, and no longer than a sentence may be."""
+    """Return the text on one line, cut to the length of a sentence."""
     line = " ".join(text.split())
     return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
 
 
 def _own_words(case: Case, labels: Mapping[str, str]) -> str:
-    """Of a user's own issue nothing is known but what its finding says."""
+    """Return the clause of a user-defined issue, of which only its finding's message is known."""
     words = shortened(case.newest.message).rstrip(".") or case.issue
     return (
         words if case.place == "the whole run" or (case.node or "") in words else f"{place_of(case, labels)}: {words}"

@@ -29,26 +29,27 @@ from fedvitals.views.labels import place_of
 from fedvitals.views.memo import remembered
 from fedvitals.views.waiting import waiting_in
 
-PAGE = 100  # findings that are held at once, 7 kB each: an ill run that trains for days has one a round
-TOLD_APART = ("since", "numbers", "levels")  # of the evidence; the rest is the issue's own
+PAGE = 100  # findings held at once, 7 kB each: a faulty run that trains for days has one per round
+# Parts of the evidence with their own place; the rest is specific to the issue
+TOLD_APART = ("since", "numbers", "levels")
 
 
 def case_key(case: Case) -> str:
-    """Return the key of a case in addresses and marks: always the same, and one part of a path once it is quoted."""
+    """Return the key of a case in addresses and marks: stable, and a single path segment once it is quoted."""
     return key_text(case.key)
 
 
 def key_text(key: CaseKey) -> str:
-    """Return the same of a key as such."""
+    """Return the text of a key."""
     return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in key)
 
 
 def cases_of(
     reader: Reader, run: str, number: int | None = None, *, rounds: list[int] | None = None, notes: bool = False
 ) -> list[Case]:
-    """Read the cases of a run, each trouble once, the worst first; with `number`, as they stood after that round.
+    """Read the cases of a run, each trouble once, the worst first; with `number`, as they were after that round.
 
-    `rounds`: those of the run, ascending, if they are known already. `notes`: also what never was more than a note.
+    `rounds`: the run's rounds, ascending, if known already. `notes`: also cases that were never more than a note.
     A slow client for which no round waits is a note, whatever its detector called it.
     """
     if number is not None:
@@ -81,7 +82,7 @@ def _as_note(case: Case) -> Case:
 
 
 class _GroupedFindings:
-    """The findings of a run by case, to which only those are added that have come since: an ill run has thousands."""
+    """The findings of a run by case, to which only new ones are added: a faulty run has thousands."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -113,9 +114,9 @@ def _cases_from(
 def _judged_until(
     reader: Reader, run: str, by_case: Mapping[CaseKey, CaseFindings], attendance: Mapping[str | None, list[int]]
 ) -> int | None:
-    """Return the last round that detectors have looked at; None where it is not known, or makes no difference.
+    """Return the last round that detectors have examined; None if it is unknown, or makes no difference.
 
-    While a run trains, a trouble is not over because a newer round was not judged yet.
+    While a run trains, a trouble is not over because a newer round has not been judged yet.
     """
     newest = max((same.rounds[-1] for same in by_case.values() if same.rounds), default=-1)
     if all(not rounds or rounds[-1] <= newest for rounds in attendance.values()):
@@ -125,7 +126,7 @@ def _judged_until(
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
-    """Return the case of that key, also if its quoting was undone on the way; ConfigError where there is none."""
+    """Return the case with that key, even if its quoting was undone on the way; ConfigError if there is none."""
     by_key = {key_text(key): case for case in cases_of(reader, run, notes=True) for key in case.keys}
     plain = {unquote(known): case for known, case in by_key.items()}
     case = by_key.get(key) or plain.get(key)
@@ -135,18 +136,18 @@ def case_of(reader: Reader, run: str, key: str) -> Case:
 
 
 def concerns(case: Case, node: str) -> bool:
-    """Whether the node is ill, or under suspicion; of an edge, cluster or ring, whether it is the group."""
+    """Whether the node is faulty or suspected; for an edge, cluster or ring, whether it is the group."""
     return node in (case.node, case.group) or any(suspect.node == node for suspect in case.newest.suspects)
 
 
 def culprits(case: Case) -> tuple[str, ...]:
-    """Return whom a case names: the node or group that is ill, else those under suspicion."""
+    """Return the nodes that a case names: the faulty node or group, else the suspects."""
     own = case.node or case.group
     return (own,) if own is not None else tuple(suspect.node for suspect in case.newest.suspects)
 
 
 def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
-    """Return what was proposed or done about a case, each action as it stands now."""
+    """Return what was proposed or done about a case, each action in its current state."""
     answers = finding_label(case.newest)
     newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
     return list(newest.values())
@@ -172,13 +173,13 @@ def failures_by_client(reader: Reader, run: str, number: int | None = None) -> d
 
 
 def traceback_of(failure: Event) -> list[str]:
-    """Return the lines of an event's traceback; none where privacy kept them."""
+    """Return the lines of an event's traceback; none if privacy withheld them."""
     kept = failure.data.get("traceback")
     return [line.rstrip() for line in kept.splitlines() if line.strip()] if isinstance(kept, str) else []
 
 
 def number_of(value: Any) -> float | None:
-    """Read a number in evidence, where JSON has NaN and infinity as words; None where it is none."""
+    """Read a number in evidence, where JSON has NaN and infinity as words; None if it is not a number."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
@@ -186,13 +187,13 @@ def number_of(value: Any) -> float | None:
 
 
 def numbers_of(case: Case) -> list[Mapping[str, Any]]:
-    """Return the numbers that the newest finding rests on; a user's own detector may have put anything there."""
+    """Return the numbers behind the newest finding; a user's own detector may have stored anything there."""
     rows = case.newest.evidence.get("numbers")
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list | tuple) else []
 
 
 def more_of(case: Case) -> Iterable[tuple[str, Any]]:
-    """Yield the issue's own evidence, besides the numbers."""
+    """Yield the evidence specific to the issue, besides the numbers."""
     return ((name, value) for name, value in case.newest.evidence.items() if name not in TOLD_APART)
 
 
@@ -208,33 +209,33 @@ def text_of(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """A case in short."""
+    """A case in brief."""
 
     key: str
     issue: str
     title: str
     place: str
     node: str | None
-    label: str  # of its node, where it has one; see `views.labels`
+    label: str  # of its node, if it has one; see `views.labels`
     layer: str | None
-    severity: str  # the worst that it had
+    severity: str  # the worst so far
     confidence: float | None
-    sure: str  # the same in words: «96 %»
-    since: int | None  # as the detector says, else the first round in which it was seen
+    sure: str  # in words: «96 %»
+    since: int | None  # as reported by the detector, else the first round in which it was seen
     last: int | None
     still_there: bool
-    course: str  # since when, how often, still there
+    course: str  # since when, how often, whether it is still there
     alternatives: tuple[tuple[str, float], ...]  # titles of other issues that it may be, with their probabilities
-    levels: tuple[CauseLevel, ...]  # something is wrong, of which family, the exact cause; empty: no causes are known
-    looks: str  # what looks wrong, where the exact cause is not likelier than not; else empty
-    follows: str | None  # the key of the case that it is a consequence of
+    levels: tuple[CauseLevel, ...]  # something is wrong, of which family, the exact cause; empty if no causes are known
+    looks: str  # what looks wrong, if the exact cause is below 50 %; else empty
+    follows: str | None  # the key of the case of which it is a consequence
     message: str
     acknowledged: bool
     muted: bool
 
 
 class Marked:
-    """What people have said of a run's cases."""
+    """The marks that people have set on a run's cases."""
 
     def __init__(self, marks: Iterable[Mark]) -> None:
         by_kind = [(mark.kind, mark.target, mark.value) for mark in marks]
@@ -243,12 +244,12 @@ class Marked:
 
 
 def marked(reader: Reader, run: str) -> Marked:
-    """Read what people have said of a run's cases."""
+    """Read the marks that people have set on a run's cases."""
     return Marked(marks(reader, run))
 
 
 def since_of(case: Case) -> int | None:
-    """Return the round since which a case exists: as the detector says, else the first in which it was seen."""
+    """Return the round since which a case exists: as reported by the detector, else the first in which it was seen."""
     return case.since if case.since is not None else case.first
 
 

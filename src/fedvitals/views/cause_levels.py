@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a faulty client on three levels, each with its probability, and the words for what is sure enough.
+"""What is known of a faulty client on three levels, each with its probability, in words as precise as is justified.
 
-The probabilities are those of `diagnosis.cause_levels`. Words name the exact cause only where it is likelier than not;
-else the family, else the client's data or the client itself, with the two families that are likeliest.
+The probabilities are those of `diagnosis.cause_levels`. The exact cause is only named if its probability is above 50 %;
+else the family, else the client's data or the client itself, with the two most probable families.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.fault_kinds import FAMILY_OF, WORDS
 
 LIKELY = 0.5  # probability from which a family or a cause is named
-# Family → how it is called, and whether that is a plural.
+# Family → its name in a sentence, and whether that is a plural.
 FAMILIES = {"labels": ("labels", True), "inputs": ("inputs", True), "update": ("updates", True)}
 FAMILIES |= {"training": ("training", False)}
 DATA = frozenset({"labels", "inputs"})
@@ -24,7 +24,7 @@ DATA = frozenset({"labels", "inputs"})
 
 @dataclass(frozen=True, slots=True)
 class CauseLevel:
-    """One of the three levels: what it says, and how probable that is."""
+    """One of the three levels: its statement, and the probability of it."""
 
     words: str
     probability: float
@@ -51,9 +51,10 @@ def levels_in_words(case: Case) -> str:
 
 
 def what_looks_wrong(case: Case, who: str | None = None, *, several: bool = False) -> str:
-    """Return what looks wrong with a client where its exact cause is not likelier than not; empty where it is.
+    """Return what looks wrong with a client if its exact cause is below 50 %, else an empty text.
 
-    `who`: as the subject, «c7's labels look wrong»; None: «its labels look wrong». `several`: it names more than one.
+    `who`: the subject, as in «c7's labels look wrong»; None: «its labels look wrong». `several`: it names more than
+    one.
     """
     levels = levels_of(case)
     if not levels or levels[2].probability >= LIKELY:
@@ -77,7 +78,7 @@ def _of(name: str, who: str | None, *, several: bool) -> str:
 
 
 def _families(case: Case) -> list[str]:
-    """Return the families of the causes that are possible, the likeliest first."""
+    """Return the families of the possible causes, the most probable first."""
     chances: dict[str, float] = {}
     causes = case.newest.evidence.get("causes")
     for kind, chance in filter(None, map(named_chance, causes if isinstance(causes, list | tuple) else ())):
@@ -88,7 +89,7 @@ def _families(case: Case) -> list[str]:
 
 
 def named_chance(pair: Any) -> tuple[str, float] | None:
-    """Return a name with its probability; None where a detector of somebody else's has written something else."""
+    """Return a name with its probability; None if a third-party detector has stored something else."""
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return None
     name, chance = pair

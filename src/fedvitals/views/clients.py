@@ -26,13 +26,13 @@ from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix, rounds_not_finite
 from fedvitals.views.memo import Remembered
 
-SHOWN_CASES = 3  # of one client in its row
+SHOWN_CASES = 3  # per client in its row
 MOST_GROUPS = 500
-LOOK_BACK = 60  # newest rounds in which a client's values are looked for
-REMEMBERED = 8  # runs
+LOOK_BACK = 60  # newest rounds in which a client's values are searched
+REMEMBERED = 8  # number of runs
 LOSSES = ("loss", "local.loss", "fit.loss_after", "fit.loss_before")
 TIMES = ("time.client_virtual", "time.client")
-FAR = 3.5  # robust deviations, from which a client is called different; see `diagnosis.evidence.outlier_ranking`
+FAR = 3.5  # robust deviations from which a client is called different; see `diagnosis.evidence.outlier_ranking`
 WORST = "worst first: by its worst open finding, then by how far it lies from the other clients"
 
 
@@ -41,7 +41,7 @@ class ClientRow:
     """One client in the table."""
 
     name: str
-    label: str  # beside its name, where it has one: «partition 3»
+    label: str  # shown beside its name, if it has one: «partition 3»
     group: str | None
     severity: str | None  # of its worst open case; None: no open case
     confidence: float | None
@@ -53,13 +53,13 @@ class ClientRow:
     loss: float | None
     norm: float | None
     cosine: float | None
-    score: float | None  # how far it lies from its peers; None: not in the newest rounds, or not finite
-    why: str  # in what it stands out most
+    score: float | None  # its distance from its peers; None: not in the newest rounds, or not finite
+    why: str  # where it differs most
     broken: bool  # values in the newest rounds were NaN or infinite: no score is worse
-    seconds: float | None  # a round, the median of the newest
+    seconds: float | None  # per round, the median of the newest
     bytes: float | None  # sent and received in all rounds
     failures: int
-    trouble: str  # which: «2 × update.lost»
+    trouble: str  # which failures: «2 × update.lost»
     odd: tuple[str, ...]  # columns whose newest value is NaN or infinite
 
 
@@ -71,16 +71,16 @@ class ClientsPage:
     total: int  # clients of the run
     matching: int
     offset: int
-    order: str  # how they are sorted, in words
+    order: str  # the sorting, in words
     rounds: int
     health: Mapping[str, int]  # how many are critical, warning, note, well
     groups: tuple[str, ...]
-    signs: Mapping[str, str]  # column → the metric that it shows, where there is a choice
-    newest: int  # rounds that the score looks at
+    signs: Mapping[str, str]  # column → the metric that it shows, if there is a choice
+    newest: int  # rounds used for the score
 
 
 def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
-    """Return by client the open cases, and those that are over; without muted ones, the worst first."""
+    """Return by client the open cases, and the past ones; without muted ones, the worst first."""
     muted = marked(reader, run).muted
     by_client: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
     for case in cases_of(reader, run):
@@ -91,7 +91,7 @@ def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]]
 
 
 def worst_cases(reader: Reader, run: str) -> dict[str, list[Case]]:
-    """Return the open cases of each client that has any, the worst first; without muted ones. Worst client first."""
+    """Return the open cases of each client that has any, without muted ones; worst case and worst client first."""
     return open_and_past_cases(reader, run)[0]
 
 
@@ -101,9 +101,9 @@ def severities(reader: Reader, run: str) -> dict[str, str]:
 
 
 class _Newest:
-    """The newest rounds, read one by one and only as far back as is needed: a thousand clients in milliseconds.
+    """The newest rounds, read one by one and only as far back as needed: a thousand clients in milliseconds.
 
-    It has the part of a `History` that the ranking asks for.
+    It has the part of a `History` that the ranking uses.
     """
 
     def __init__(self, reader: Reader, run: str, rounds: list[int]) -> None:
@@ -126,7 +126,9 @@ class _Newest:
         return self._read[name, number]
 
     def column(self, names: Sequence[str], usual: bool = False) -> _Column:
-        """Each client's newest value of the first of these metrics that has any; `usual`: the median of its newest."""
+        """Return each client's newest value of the first of these metrics that has any; `usual`: the median of its
+        newest.
+        """
         chosen = next((name for name in names if self._has(name)), names[0])
         values: dict[str, list[float]] = {}
         for looked, number in enumerate(reversed(self._rounds[-LOOK_BACK:])):
@@ -139,7 +141,7 @@ class _Newest:
         return _Column(chosen, {node: median(newest_first[:NEWEST]) for node, newest_first in values.items()})
 
     def _has(self, name: str) -> bool:
-        """Whether any client told it in the newest rounds."""
+        """Whether any client reported it in the newest rounds."""
         known = self._reader.names.number(name)
         return known is not None and any(self.latest(name, r) for r in reversed(self._rounds[-LOOK_BACK:]))
 
@@ -160,7 +162,7 @@ class _Column:
 
 
 def _sums(*matrices: Matrix) -> dict[str, float]:
-    """Of each client all values of all these, added up."""
+    """Return each client's sum of all values in these matrices."""
     sums: dict[str, float] = {}
     for matrix in matrices:
         for node, total in zip(matrix.nodes, matrix.sums(axis=1).tolist(), strict=True):
@@ -169,7 +171,7 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
 
 
 def attended(reader: Reader, run: str) -> dict[str, Whole]:
-    """Return the rounds of each client, as `queries.attendance` has them, from matrices that other pages use too."""
+    """Return the rounds of each client, as in `queries.attendance`, from matrices that other pages use too."""
     rounds_of: dict[str, Whole] = {}
     for name in ("steps", "update.norm"):
         matrix = metric_matrix(reader, run, name)
@@ -189,13 +191,13 @@ class Roster:
 
 
 class Rosters:
-    """Rosters of runs, remembered until the run changes: sorting and paging look at the same one."""
+    """Cached rosters of runs, until the run changes: sorting and paging use the same one."""
 
     def __init__(self) -> None:
         self._known = Remembered[str, Roster](REMEMBERED)
 
     def roster(self, reader: Reader, run: str, version: str) -> Roster:
-        """Return the roster of a run; `version` changes whenever a record or a mark of the run comes."""
+        """Return the roster of a run; `version` changes with every new record or mark of the run."""
         return self._known.get(run, version, lambda: roster(reader, run))
 
 

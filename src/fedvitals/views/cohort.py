@@ -20,18 +20,18 @@ Flags = npt.NDArray[np.bool_]
 Whole = npt.NDArray[np.int64]
 T = TypeVar("T")
 
-CAP = 10.0  # spreads beyond this count as this: one wild round must not hide a client that is always wrong
-LARGE = 100_000  # cells; ten clients have that many after 10,000 rounds
-EARLIER = "earlier"  # what is known of a matrix's first rounds
-BY_ROUND = ORDERED, DEVIATIONS = ("_ordered", "deviations")  # methods that compute each round by itself
+CAP = 10.0  # larger spreads count as this: one wild round must not hide a client that is always wrong
+LARGE = 100_000  # cells; ten clients reach this after 10,000 rounds
+EARLIER = "earlier"  # key of what is known of a matrix's first rounds
+BY_ROUND = ORDERED, DEVIATIONS = ("_ordered", "deviations")  # methods that compute each round independently
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Band:
-    """Of each round: the cohort's extremes, its middle and how many clients told something; NaN where none did.
+    """For each round: the cohort's extremes, its median and how many clients reported a value; NaN where none did.
 
-    Of finite values: `odd` counts the others.
+    Of finite values; `odd` counts the others.
     """
 
     rounds: Sequence[int]
@@ -46,18 +46,18 @@ class Band:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """Neighbouring rounds as one column each, so that any number of rounds fits a screen and spikes survive."""
+    """Neighbouring rounds joined to columns, so that any number of rounds fits a screen and spikes survive."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
-    low: Floats  # smallest and largest finite value of each row, NaN where there is none
+    low: Floats  # smallest and largest finite value of each row, NaN if there is none
     high: Floats
-    worst: Floats  # the value furthest from the cohort's median of its round; a NaN or an infinity before any number
-    there: Flags  # something was told
+    worst: Floats  # the value furthest from the cohort's median of its round; NaN or infinity takes precedence
+    there: Flags  # whether anything was reported
 
 
 def remembered(method: Callable[[Matrix], T]) -> Callable[[Matrix], T]:
-    """Compute what a matrix has only once. Of a small one each time: that takes milliseconds, and keeps no memory."""
+    """Cache what a matrix computes. A small one computes it each time: that takes milliseconds and no memory."""
 
     @functools.wraps(method)
     def known(matrix: Matrix) -> T:
@@ -68,21 +68,21 @@ def remembered(method: Callable[[Matrix], T]) -> Callable[[Matrix], T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """Values [nodes × rounds]. Rows may be anything that has a name: clients, layers."""
+    """Values [nodes × rounds]. Rows may be anything with a name: clients, layers."""
 
     nodes: tuple[str, ...]
     rounds: Sequence[int]  # ascending; see `compact`
-    values: Floats  # NaN where nothing was told, and where NaN was
+    values: Floats  # NaN where nothing was reported, and where NaN was
     there: Flags
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes the matrix takes, with what is computed from it."""
+        """The approximate size of the matrix in bytes, with what is computed from it."""
         return 3 * (self.values.nbytes + self.there.nbytes) + 200 * (len(self.nodes) + len(self.rounds))
 
     def __getitem__(self, node: str) -> tuple[list[int], list[float]]:
-        """One row as a series: the rounds in which the node told something, and what."""
+        """Return one row as a series: the rounds in which the node reported a value, and the values."""
         row = self.row(node)
         if row is None:
             return [], []
@@ -90,12 +90,12 @@ class Matrix:
         return [self.rounds[i] for i in here.tolist()], self.values[row, here].astype(float).tolist()
 
     def row(self, node: str) -> int | None:
-        """Return the place of a node's row; None where there is none."""
+        """Return the index of a node's row; None if there is none."""
         places: dict[str, int] = self.once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
         return places.get(node)
 
     def once(self, key: Any, make: Callable[[], T], *, keep: bool = True) -> T:
-        """Return what `make` gives, made once for each key if it is to be kept."""
+        """Return what `make` returns, called once for each key if the result is to be kept."""
         if key in self._known:
             known: T = self._known[key]
             return known
@@ -105,7 +105,7 @@ class Matrix:
         return made
 
     def grown(self, rounds: Sequence[int], unchanged: int) -> Matrix:
-        """Return a copy with room for later rounds. What is known of each of the first `unchanged` rounds stays so."""
+        """Return a copy with room for later rounds. Results for each of the first `unchanged` rounds are kept."""
         values = np.full((len(self.nodes), len(self.rounds) + len(rounds)), np.nan, np.float32)
         there = np.zeros(values.shape, bool)
         values[:, : len(self.rounds)], there[:, : len(self.rounds)] = self.values, self.there
@@ -125,11 +125,11 @@ class Matrix:
             return self
         nodes = self.nodes if rows is None else tuple(self.nodes[i] for i in rows)
         chosen = slice(None) if rows is None else np.asarray(rows, np.int64)
-        known = {"deviations": self.deviations()[chosen, low:high]}  # from the whole cohort, also of a few rows
+        known = {"deviations": self.deviations()[chosen, low:high]}  # relative to the whole cohort, even for a few rows
         return Matrix(nodes, self.rounds[low:high], self.values[chosen, low:high], self.there[chosen, low:high], known)
 
     def span(self, first: int | None, last: int | None) -> tuple[int, int]:
-        """The places of the rounds from `first` to `last` (both included), as a slice has them."""
+        """Return the indices of the rounds from `first` to `last` (both included), as a slice has them."""
         numbers = np.asarray(self.rounds)
         low = 0 if first is None else int(np.searchsorted(numbers, first))
         return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
@@ -148,19 +148,19 @@ class Matrix:
 
     @remembered
     def _ordered(self) -> tuple[Floats, Whole]:
-        """The finite values of each round, sorted along the rows, and how many there are."""
-        earlier = self._known.get(EARLIER, {}).pop(ORDERED, None)  # what comes out holds it, too
+        """Return the finite values of each round, sorted along the rows, and their number."""
+        earlier = self._known.get(EARLIER, {}).pop(ORDERED, None)  # the result contains it
         later = self.values[:, 0 if earlier is None else len(earlier[1]) :]
         parts = _sorted(np.where(np.isfinite(later), later, np.nan).T)
         return parts if earlier is None else (np.concatenate((earlier[0], parts[0])), np.append(earlier[1], parts[1]))
 
     @remembered
     def deviations(self) -> Floats:
-        """How far each value is from the median of its round, in spreads of that round (1.4826 · MAD), with its sign.
+        """Return how far each value is from its round's median, in spreads of that round (1.4826 · MAD), with its sign.
 
-        To sort by and to choose what a joined cell shows, in the same way for every sign: no number for people, and
+        Used to sort and to choose what a joined cell shows, in the same way for every sign; not shown to users, and
         without the floor that robust deviations have. NaN where there is no finite value. In a round where most are
-        equal, the mean distance stands for the median one; where all are equal, nobody deviates.
+        equal, the mean distance replaces the median one; where all are equal, nobody deviates.
         """
         earlier = self._known.get(EARLIER, {}).pop(DEVIATIONS, None)
         first = 0 if earlier is None else earlier.shape[1]
@@ -172,7 +172,7 @@ class Matrix:
         spread, _ = _sorted(np.abs(away).T)
         scale = 1.4826 * _quantile(spread, counts, 0.5)
         mean = 1.2533 * np.nansum(spread, axis=1) / np.maximum(counts, 1)
-        # Float32 has seven digits: what differs by less is equal.
+        # Float32 has seven digits: smaller differences count as equal.
         least = np.maximum(1e-6 * np.abs(np.nan_to_num(middle)), 1e-30)
         scale = np.maximum(np.where(scale > least, scale, mean), least)
         later = np.asarray(away / scale, np.float32)
@@ -180,9 +180,9 @@ class Matrix:
 
     @remembered
     def scores(self) -> Reals:
-        """How far each row is from the cohort: the mean size of its deviations; infinite with a NaN or an infinity.
+        """Return each row's distance from the cohort: its mean absolute deviation; infinite with a NaN or an infinity.
 
-        Newer rounds weigh more: half as much a tenth of the rounds ago (at least five).
+        Newer rounds weigh more: the weight halves over a tenth of the rounds (at least five).
         """
         if not self.rounds:
             return np.zeros(len(self.nodes))
@@ -202,7 +202,7 @@ class Matrix:
 
     @remembered
     def extent(self) -> tuple[float, float, float, float] | None:
-        """Smallest, 2nd percentile, 98th percentile and largest of the finite values; None where there are none."""
+        """Return the smallest, 2nd percentile, 98th percentile and largest finite value; None if there are none."""
         finite = self.values[np.isfinite(self.values)]
         if not len(finite):
             return None
@@ -221,7 +221,7 @@ class Matrix:
         if width == 1:
             known = np.where(finite, self.values, np.float32(np.nan))
             return Buckets(first, last, known, known, self.values, self.there)
-        # A NaN or an infinity before any number, and any number before nothing.
+        # NaN or infinity takes precedence over numbers, and numbers over nothing.
         rank = np.where(finite, np.abs(self.deviations()), np.where(self.there, np.inf, -1)).astype(np.float32)
         place = _blocks(rank, width, -1).argmax(axis=2)[..., None]
         worst = np.take_along_axis(_blocks(self.values, width, np.nan), place, axis=2)[..., 0]
@@ -233,14 +233,14 @@ class Matrix:
 
 
 def _sorted(values: Floats) -> tuple[Floats, Whole]:
-    """Each row sorted, NaN at its end, and how many numbers it has."""
+    """Return each row sorted, with NaN at its end, and its number of numbers."""
     ordered = np.ascontiguousarray(values)
     ordered = np.sort(ordered, axis=1)
     return ordered, np.asarray(ordered.shape[1] - np.isnan(ordered).sum(axis=1), np.int64)
 
 
 def _quantile(ordered: Floats, counts: Whole, share: float) -> Reals:
-    """A quantile of each row, between two neighbours in proportion; NaN where the row has no number."""
+    """Return a quantile of each row, interpolated between neighbours; NaN if the row has no number."""
     if not ordered.shape[1]:
         return np.full(len(ordered), np.nan)
     place = share * np.maximum(counts - 1, 0)
@@ -252,7 +252,7 @@ def _quantile(ordered: Floats, counts: Whole, share: float) -> Reals:
 
 
 def _blocks(values: npt.NDArray[Any], width: int, nothing: Any) -> npt.NDArray[Any]:
-    """[rows × columns] as [rows × blocks × width], the last block filled up."""
+    """Return [rows × columns] as [rows × blocks × width], with the last block padded."""
     rows, columns = values.shape
     missing = -columns % width
     return np.pad(values, ((0, 0), (0, missing)), constant_values=nothing).reshape(
@@ -261,23 +261,23 @@ def _blocks(values: npt.NDArray[Any], width: int, nothing: Any) -> npt.NDArray[A
 
 
 def compact(rounds: Sequence[int]) -> Sequence[int]:
-    """Return ascending rounds as a range where each follows the one before, else as a tuple.
+    """Return ascending rounds as a range if they are consecutive, else as a tuple.
 
-    A tuple takes 40 bytes a round, as much as the values of ten clients; a range takes none.
+    A tuple takes 40 bytes per round, as much as the values of ten clients; a range takes none.
     """
     follow = range(rounds[0], rounds[0] + len(rounds)) if rounds else range(0)
     return follow if len(rounds) and rounds[-1] == follow[-1] else tuple(rounds)
 
 
 def single(values: npt.ArrayLike) -> Floats:
-    """Return the values as float32; what is finite stays so."""
+    """Return the values as float32; finite values stay finite."""
     wide = np.asarray(values, float)
     clipped = np.where(np.isfinite(wide), np.clip(wide, -_LARGEST, _LARGEST), wide)
     return np.asarray(clipped, np.float32)
 
 
 def matrix_of(nodes: Sequence[str], rounds: Sequence[int], values: npt.ArrayLike, there: Any = None) -> Matrix:
-    """Make a matrix of any rows, for example layers × rounds; without `there`, NaN means that nothing was told."""
+    """Make a matrix of any rows, for example layers × rounds; without `there`, NaN means that nothing was reported."""
     numbers = single(values)
     known = ~np.isnan(numbers) if there is None else np.asarray(there, bool)
     return Matrix(tuple(nodes), compact([int(number) for number in rounds]), numbers, known)
@@ -293,19 +293,19 @@ def by_name(names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A series with at most so many points: the last value of each bucket, and its extremes."""
+    """A series with a limited number of points: the last value of each bucket, and its extremes."""
 
-    rounds: list[int]  # last of each bucket
+    rounds: list[int]  # the last round of each bucket
     values: list[float]
     low: list[float]
     high: list[float]
-    shown_of: int  # how many there were
+    shown_of: int  # number of original points
 
 
 def buckets(rounds: Sequence[int], values: Sequence[float], points: int) -> Points:
-    """A series in at most `points` points. Spikes survive: `low` and `high` are the extremes of what was joined.
+    """Return a series with at most `points` points. Spikes survive: `low` and `high` are the extremes of each bucket.
 
-    A value that is not finite stands for its bucket, since it is what one must not overlook.
+    A value that is not finite represents its bucket, since it must not be overlooked.
     """
     numbers = np.asarray(values, float)
     width = max(1, math.ceil(len(numbers) / max(1, points)))

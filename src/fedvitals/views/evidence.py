@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the plots behind a case: the suspects over their cohort, with the limit where one is known."""
+"""Computes the plots behind a case: the suspects over their cohort, with the limit if one is known."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, Series, band, bucketed
 
 MOST_PLOTS = 3
-MOST_LINES = 4  # suspects; more is no picture
+MOST_LINES = 4  # suspects; more would be unreadable
 POINTS = 600
 FEWEST_PEERS = 3
-LOG_FROM = 50.0  # times the smallest value, from which a linear axis hides the small ones
+LOG_FROM = 50.0  # times the smallest value, from which a linear axis would hide the small ones
 OWN, USUAL = "evidence of the finding", "a typical sign of this issue"
 RESORT = "nothing nearer to it was measured"
-ENOUGH = 2  # plots, from which on nothing is added to what the finding names
+ENOUGH = 2  # plots from which nothing is added to what the finding names
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """The limit that a finding compared with."""
+    """The limit that a finding was compared with."""
 
     value: float
     label: str
@@ -46,8 +46,8 @@ class Plot:
     title: str
     unit: str
     meaning: str
-    scale: str  # «linear», «log», or «log0» where there are zeros among magnitudes
-    metric: str | None = None  # of which the raw records can be asked for
+    scale: str  # «linear», «log», or «log0» for magnitudes with zeros
+    metric: str | None = None  # whose raw records can be requested
     layer: str | None = None
     why: str  # why this one is shown
     lines: list[Series]
@@ -66,7 +66,7 @@ class Evidence:
 
 
 def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> Evidence:
-    """Plot the signs that the finding names; then, while there is room, those that show such an issue best."""
+    """Plot the signs that the finding names; then, while there is room, those that show the issue best."""
     plots: dict[str, Plot] = {}
     for sign, row in named_signs(case):
         plot = _plot(reader, run, case, sign, points)
@@ -84,7 +84,7 @@ def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> E
 
 
 def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot | None:
-    """None where nothing of it was kept."""
+    """Return the plot of a sign; None if no data of it was kept."""
     layer = _layer(reader, run, case, sign)
     if sign.statistic and layer is None:
         return None
@@ -112,7 +112,7 @@ def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot
 
 
 def _peers(sign: Sign, case: Case, matrix: Matrix, points: int) -> Band | None:
-    """The cohort without the suspects: in a small one, a suspect would widen the band that it is compared with."""
+    """Return the cohort without the suspects: in a small one, a suspect would widen the band it is compared with."""
     suspects = {*culprits(case), *(suspect.node for suspect in case.newest.suspects)}
     others = [i for i, node in enumerate(matrix.nodes) if node not in suspects]
     seen = matrix.take(others) if FEWEST_PEERS <= len(others) < len(matrix.nodes) else matrix
@@ -139,7 +139,7 @@ Own = Mapping[str | None, tuple[Sequence[int], Sequence[float]]]
 
 
 def _measured(reader: Reader, run: str, sign: Sign, layer: str | None) -> tuple[Matrix, Own]:
-    """The clients' values, and those of the whole."""
+    """Return the clients' values, and those of the whole."""
     history = reader.history(run)
     if layer is None:
         wholes = {who: history.series(sign.name, who) for who in (None, "server")}
@@ -158,7 +158,7 @@ def _course(rounds: Sequence[int], values: Any) -> tuple[list[int], list[float]]
 
 
 def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, points: int) -> list[Series]:
-    """The suspects', the surest first; of the run as a whole its own course, else the median client's."""
+    """Return the suspects' lines, the surest first; for the run as a whole its own, else the median client's."""
     lines = []
     for node in culprits(case)[:MOST_LINES]:
         rounds, values = own.get(node) or matrix[node]
@@ -177,7 +177,7 @@ def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, 
 
 
 def _other_layers(reader: Reader, run: str, case: Case, sign: Sign, layer: str | None, points: int) -> list[Series]:
-    """The first and the last layer's median client, to see a trouble of one layer, or of the way through all."""
+    """Return the median client's lines of the first and last layer, to compare a trouble of one layer with."""
     if layer is None or sign.layer == "only" or case.layer is None or case.node is not None:
         return []
     names = reader.history(run).layers(sign.name)
@@ -197,7 +197,7 @@ def _series(
 
 
 def _counted(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> list[Series]:
-    """How often it happened in each round, to the one that the case is about."""
+    """Return how often it happened in each round, for the node that the case is about."""
     history = reader.history(run)
     events = [event for name in sign.events for event in history.events(name)]
     mine = [event.where.round for event in events if case.node in (None, event.where.node)]
@@ -219,7 +219,7 @@ def _scale(lines: Sequence[Series], cohort: Band | None) -> str:
 
 
 def _threshold(sign: Sign, row: Mapping[str, object]) -> Threshold | None:
-    """The limit that the finding was judged by, if it is one of the sign itself."""
+    """Return the limit that the finding was judged by, if it is a limit of the sign itself."""
     limit = number_of(row.get("usual"))
     if limit is None or not math.isfinite(limit) or row.get("of") != "limit" or str(row.get("name")) != sign.name:
         return None
@@ -227,7 +227,7 @@ def _threshold(sign: Sign, row: Mapping[str, object]) -> Threshold | None:
 
 
 def _summed_evidence(reader: Reader, run: str, case: Case, points: int) -> Plot | None:
-    """The sum of evidence against a client, round after round, with the limit from which on it is accused."""
+    """Return the sum of evidence against a client, round by round, with the limit from which it is accused."""
     key = (case.issue, case.node, case.group, case.layer)
     sums: dict[str, dict[int, float]] = {}
     limits: dict[str, float] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps the numbers of a finding to measured signs, and each issue to the signs that show it best.
 
-A finding's number may be a metric of the catalogue, a sign that clients are compared by
-(`diagnosis.evidence.vital_signs`), a statistic of a layer, or something that was counted on the spot. Where nothing of
-that was kept, the most telling vital sign of the issue is shown instead, and said to be so.
+A finding's number may be a metric of the catalogue, a sign by which clients are compared
+(`diagnosis.evidence.vital_signs`), a statistic of a layer, or something counted on the spot. If no data of that was
+kept, the most telling vital sign of the issue is shown instead, with a note.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fedvitals.views.metric_titles import in_words, metric_title
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Where a course comes from: a metric; a statistic of a family in one layer; or events, counted in each round."""
+    """The source of a line: a metric; a statistic of a family in one layer; or events, counted in each round."""
 
     name: str  # a metric, a family, or the names of events
     statistic: str = ""
-    layer: str = ""  # a layer's name, or «first», «head», «only», «case»: which one, of those that there are
+    layer: str = ""  # a layer's name, or which of the existing ones: «first», «head», «only», «case»
     events: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
-        """A key that tells the sign from others."""
+        """A key that identifies the sign."""
         return "/".join(part for part in (self.name, self.statistic, self.layer, *self.events) if part)
 
 
@@ -41,7 +41,7 @@ def counted(*names: str) -> Sign:
     return Sign("events", events=names)
 
 
-# The signs that clients are compared by, as they were measured; and on which scale they were compared.
+# The signs by which clients are compared, as measured, and the scale on which they were compared.
 COMPARED: dict[str, tuple[Sign, str]] = {
     "norm": (Sign("update.norm"), "log"),
     "share_first": (Sign("update.alignment", "share", "first"), "log"),
@@ -75,10 +75,10 @@ COMPARED: dict[str, tuple[Sign, str]] = {
     "samples_per_step": (Sign("steps"), "log of samples over steps"),
 }
 
-# What a statistic is looked at by where a finding names only its family.
+# The statistic to show if a finding names only its family.
 OF_FAMILY = {"update": "l2", "gradient": "rms", "weight": "absmax", "buffer": "max", "gradient.steps": "norm_max"}
 
-# Numbers that were computed on the spot: the sign that shows the same best.
+# Numbers that were computed on the spot: the sign that comes closest.
 NEAREST = {
     "gradient.norm_last / gradient.norm_max": Sign("gradient.norm_last"),
     "the server's step against the clients' mean": Sign("weight.update_ratio"),
@@ -88,7 +88,7 @@ NEAREST = {
     "steps per sample": Sign("steps"),
 }
 
-EVENTS = ("client.dropped_out", "update.lost", "update.late")  # of which findings tell how often they happened
+EVENTS = ("client.dropped_out", "update.lost", "update.late")  # findings report how often these happened
 
 TELLING: dict[str, tuple[Sign, ...]] = {
     "DIVERGENCE": (Sign("loss"), Sign("fit.loss_before")),
@@ -168,7 +168,7 @@ LAST_RESORT: dict[str, tuple[Sign, ...]] = {
 
 
 def sign_of(name: str, case: Case) -> Sign | None:
-    """Return the sign behind a number of that name; None where none is known."""
+    """Return the sign behind a number with that name; None if unknown."""
     known = COMPARED[name][0] if name in COMPARED else NEAREST.get(name)
     if known is not None:
         return known
@@ -189,11 +189,11 @@ def _of_family(family: str, statistic: str, case: Case) -> Sign | None:
 
 
 def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
-    """Return the signs that the finding itself names with the number of each, the furthest from usual first."""
+    """Return the signs that the finding itself names, with their numbers, the furthest from usual first."""
     rows = [dict(row) for row in numbers_of(case)]
     rows.sort(key=lambda row: -abs(row["score"]) if isinstance(row.get("score"), int | float) else 0.0)
     signs: dict[str, tuple[Sign, dict[str, object]]] = {}
-    # Of a deep network's pressures, only that of the layer in question.
+    # For a deep network, only the pressure of the layer in question.
     own = [row for row in rows if row.get("name") == f"pressure of {case.layer}"]
     for row in own or rows:
         sign = sign_of(str(row.get("name")), case)
@@ -203,33 +203,33 @@ def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
 
 
 def telling_signs(case: Case) -> list[Sign]:
-    """Return the signs that show such an issue best."""
+    """Return the signs that show the issue best."""
     bound = case.newest.evidence.get("bound_by")
     first = [Sign(f"bottleneck.{bound}")] if f"bottleneck.{bound}" in CATALOG else []
     return [*first, *TELLING.get(case.issue, ())]
 
 
 def last_resorts(case: Case) -> list[Sign]:
-    """Return the signs of the issue's family, then those of any, for want of anything nearer."""
+    """Return the signs of the issue's family, then general ones, if there is nothing closer."""
     return list(dict.fromkeys([*LAST_RESORT.get(case.issue_entry.family, ()), *LAST_RESORT["user"], Sign("steps")]))
 
 
 def metrics_behind(case: Case, names: Collection[str]) -> list[str]:
-    """Return those of some metrics that a case rests on: that its finding names, then that show such an issue best."""
+    """Return the metrics among `names` behind a case: those that its finding names, then those that show it best."""
     signs = [*(sign for sign, _ in named_signs(case)), *telling_signs(case)]
     plain = [sign.name for sign in signs if not sign.statistic and not sign.events and sign.name in names]
     return list(dict.fromkeys(plain))
 
 
 def layer_statistic_behind(case: Case, families: Mapping[str, Collection[str]]) -> tuple[str, str] | None:
-    """Return the family and statistic of layers that a case of a layer rests on; None where that is another sign."""
+    """Return the family and statistic behind a case of a layer; None if that is another sign."""
     if case.layer is None:
         return None
     signs = [*(sign for sign, _ in named_signs(case)), *telling_signs(case)]
     return next(((s.name, s.statistic) for s in signs if s.statistic in families.get(s.name, ())), None)
 
 
-# What a sign is called on a plot, and its unit; others go by the catalogue's name.
+# The title of a sign on a plot, and its unit; others use the catalogue's name.
 WORDING = {
     "update.peers/cosine": ("direction of the update, against the others'", "cosine"),
     "update.peers/first": ("direction of the first layer's update, against the others'", "cosine"),
@@ -255,7 +255,7 @@ WORDING = {
 }
 
 
-# The first of the events that are counted together → what they are called on a plot.
+# The first of the events that are counted together → their title on a plot.
 OF_EVENTS = {
     "client.failed": "errors in a round",
     "client.dropped_out": "drop-outs in a round",
@@ -268,7 +268,7 @@ OF_EVENTS = {
 
 
 def title_of(sign: Sign, layer: str | None) -> str:
-    """Name a sign in words."""
+    """Return the title of a sign."""
     if sign.events:
         return OF_EVENTS.get(sign.events[0]) or " or ".join(name.replace(".", " ") for name in sign.events)
     if not sign.statistic:

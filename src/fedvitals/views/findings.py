@@ -43,7 +43,7 @@ from fedvitals.views.verdict import Verdict, facts_of, judge
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
 PLACES = {"first": "the first layer", "head": "the last layer"}
-MOST_ROUNDS = 200  # of a case that a list tells; the page of the case has all
+MOST_ROUNDS = 200  # of a case in a list; the page of the case has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CaseCard(Brief):
     """A case on a card."""
 
     family: str
-    sentence: str  # as one would say it
+    sentence: str  # as a full sentence
     now: str  # the severity of the newest finding
     sure: str  # the confidence in words: «96 %»
     group: str | None
@@ -65,7 +65,7 @@ class CaseCard(Brief):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many cases there are in each state."""
+    """The number of cases in each state."""
 
     open: int
     past: int
@@ -76,15 +76,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A page of cases, those still there first, of these the worst.
+    """A page of cases, current ones first, worst first among them.
 
-    `total` are those that pass the filter, `counts` those that there are.
+    `total` are those that match the filter, `counts` all that exist.
     """
 
     verdict: Verdict
-    examined: str  # what was looked at, and what of it was not judged, in words; empty: not recorded
+    examined: str  # what was examined, and what of it was not judged, in words; empty: not recorded
     not_judged: float | None  # share of client-rounds; None: not recorded
-    notes: int  # cases that are not shown, because they never were more than a note
+    notes: int  # cases that are hidden because they were never more than a note
     cases: tuple[CaseCard, ...]
     total: int
     offset: int
@@ -95,24 +95,24 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class NumberRow:
-    """One number of the finding, beside what is usual."""
+    """One number of the finding, with its usual value."""
 
     name: str
     title: str
     meaning: str
-    compared_as: str  # «log», «artanh»: the scale of value and usual; empty: as it was measured
+    compared_as: str  # «log», «artanh»: the scale of value and usual; empty: as measured
     value: float | None
     usual: float | None
     of: str
     score: float | None  # robust standard deviations
-    raw_value: float | None  # as they were measured, whatever they were compared as
+    raw_value: float | None  # as measured, whatever the scale of the comparison
     raw_usual: float | None
     unit: str  # of these two
 
 
 @dataclass(frozen=True, slots=True)
 class SuspectRow:
-    """Somebody who is suspected."""
+    """A suspected node."""
 
     node: str
     label: str
@@ -123,7 +123,7 @@ class SuspectRow:
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
-    """Something that was proposed or done about a case."""
+    """An action that was proposed or taken about a case."""
 
     kind: str
     target: str | None
@@ -141,21 +141,21 @@ class Failed:
     event: str
     round: int | None
     message: str
-    traceback: tuple[str, ...]  # none where privacy kept it
+    traceback: tuple[str, ...]  # none if privacy withheld them
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How the confidence came about, and what was measured of such findings."""
+    """How the confidence was determined, and the measured error rates of such findings."""
 
     words: str
     false_alarms: float | None  # per 100 healthy rounds of the fault bank
-    healthy_rounds: int | None  # behind that figure
+    healthy_rounds: int | None  # the number behind that figure
 
 
 @dataclass(frozen=True, slots=True)
 class FindingDetails:
-    """Everything about a case but its pictures, which take longer to make than the rest."""
+    """Everything about a case except its plots, which take longer to compute."""
 
     case: CaseCard
     symptom: str
@@ -165,7 +165,7 @@ class FindingDetails:
     reference: str
     exact: bool
     numbers: tuple[NumberRow, ...]
-    more: tuple[tuple[str, str], ...]  # evidence of the issue's own: name and text
+    more: tuple[tuple[str, str], ...]  # evidence specific to the issue: name and text
     suspects: tuple[SuspectRow, ...]
     actions: tuple[ActionRow, ...]
     error: Failed | None
@@ -200,15 +200,15 @@ def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
 
 @dataclass(frozen=True, slots=True)
 class FindingsAsked:
-    """Which cases of a run."""
+    """A selection of a run's cases."""
 
     where: Where = "all"
     severity: str | None = None
     node: str | None = None
-    search: str = ""  # words that all must be in it
+    search: str = ""  # words that must all occur
     limit: int = 100
     offset: int = 0
-    notes: bool = False  # also what never was more than a note; `severity` «note» asks for these, too
+    notes: bool = False  # also those that were never more than a note; `severity` «note» implies these
 
 
 def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
@@ -246,13 +246,13 @@ def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
 
 
 def _there_first(line: CaseCard, lines: Mapping[str, CaseCard]) -> tuple[bool, bool]:
-    """What is there now before what is over; what follows from a case stays below it."""
+    """Sort current cases before past ones; consequences stay below their case."""
     head = lines.get(line.follows or "", line)
     return head.muted, not head.still_there
 
 
 def _is_there(line: CaseCard, where: str) -> bool:
-    """Muted cases are among the muted only, unless all are asked for."""
+    """Whether a case belongs into this part of the list: muted ones only among the muted, unless all are requested."""
     heard = not line.muted
     return {
         "muted": line.muted,
@@ -268,18 +268,18 @@ def _mentions(line: CaseCard, search: str) -> bool:
 
 
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
-    """Read everything about one case; ConfigError where there is none of that key."""
+    """Read everything about one case; ConfigError if there is none with that key."""
     finding = finding_details(reader, run, key)
     return copied(FullFinding, finding, evidence=evidence_of_key(reader, run, key))
 
 
 def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
-    """Read the plots behind one case; ConfigError where there is none of that key."""
+    """Read the plots behind one case; ConfigError if there is none with that key."""
     return evidence_of(reader, run, case_of(reader, run, key))
 
 
 def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
-    """Read one case in full; ConfigError where there is none of that key."""
+    """Read one case in full; ConfigError if there is none with that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
     actions = actions_about(case, queries.records(reader, run, Action))
     return copied(
@@ -301,14 +301,14 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
             )
             for s in case.newest.suspects
         ),
-        actions=tuple(_action(action) for action in actions if action.kind != "advise"),  # it repeats the remedies
+        actions=tuple(_action(action) for action in actions if action.kind != "advise"),  # they repeat the remedies
         error=_failed(failures_of(reader, run, [case])[0]),
         trust=trust_of(case),
     )
 
 
 def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
-    """Return a number of a finding's evidence with its name for people, as it was measured, and with its unit."""
+    """Return a number of a finding's evidence with its title, as measured, and with its unit."""
     name = str(row.get("name"))
     sign = sign_of(name, case)
     value, usual = number_of(row.get("value")), number_of(row.get("usual"))
@@ -341,7 +341,7 @@ def _failed(failure: Event | None) -> Failed | None:
 
 
 def trust_of(case: Case) -> Trust:
-    """Say how a case's confidence came about: by equality, by calibrated evidence, or by a rule's own word."""
+    """Return how a case's confidence was determined: by equality, calibrated evidence, or a rule's own statement."""
     known = ISSUES_BY_CODE.get(case.issue)
     rate = measured_rates().get(case.issue)
     if known is None:

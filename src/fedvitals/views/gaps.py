@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what detectors looked at in a stored run, what of it was not judged, and why."""
+"""Reports what detectors examined in a stored run, what of it was not judged, and why."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fedvitals.store.read.nodes import count_clients
 from fedvitals.store.read.reader import Reader
 from fedvitals.transport.spill import waiting_runs
 
-LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked during the run
+LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that examined the run live
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What detectors looked at (None: that was not recorded), and why that is not all; empty: it is."""
+    """What detectors examined (None: not recorded), and why that is not everything; empty if it is."""
 
     examined: Examined | None
     gaps: tuple[str, ...]
@@ -44,11 +44,11 @@ def examination_of(
     examined: Examined | None = None,
     clients: int | None = None,
 ) -> Examination:
-    """Say what detectors looked at in a run, and why it was not fully examined.
+    """Return what detectors examined in a run, and why it was not fully examined.
 
-    `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
-    What could not be measured or recorded is missing then as well; `examined` is what they looked at. `clients`: how
-    many the run has, if that is known already.
+    `again`: failures of detectors that examined the store again, replacing the failures of the live ones. What could
+    not be measured or recorded is missing then as well; `examined` is what they examined. `clients`: the run's number
+    of clients, if known already.
     """
     stored = examination_records(reader, run, "diagnosis.", SHARE, NEWEST)
     if again is None:
@@ -73,7 +73,7 @@ def examination_of(
 
 
 def gaps_of(reader: Reader, run: str) -> tuple[str, ...]:
-    """Say why a run was not fully examined; empty when it was."""
+    """Return why a run was not fully examined; empty if it was."""
     return examination_of(reader, run).gaps
 
 
@@ -97,7 +97,7 @@ def _nodes_of(warnings: Sequence[Event], name: str) -> set[str]:
 
 
 def _lost_by_sink(warnings: Sequence[Event]) -> dict[str, int]:
-    """Return how many records each sink beside the store has lost, as last told."""
+    """Return how many records each sink beside the store has lost, as last reported."""
     lost: dict[str, int] = {}
     for event in warnings:
         sink, records = event.data.get("sink"), event.data.get("records")

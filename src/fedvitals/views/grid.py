@@ -12,19 +12,19 @@ import numpy.typing as npt
 
 from fedvitals.views.cohort import Floats, Matrix
 
-VALUE, ABSENT, FAILED, NAN, PLUS, MINUS = range(6)  # what `Grid.state` says of a cell
+VALUE, ABSENT, FAILED, NAN, PLUS, MINUS = range(6)  # values of `Grid.state`
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Rows × columns. A column joins the rounds from `columns` to `last`; of these, a cell shows the worst."""
+    """Rows × columns. A column joins the rounds from `columns` to `last`; a cell shows the worst of them."""
 
     rows: tuple[str, ...]
     columns: tuple[int, ...]
     last: tuple[int, ...]
     values: str  # base64 of float32, little endian, row by row
     state: str  # base64 of uint8
-    low: float | None  # 2nd and 98th percentile of all finite values, of which these rows may be a page
+    low: float | None  # 2nd and 98th percentile of all finite values, even if the rows are only one page
     high: float | None
     smallest: float | None
     largest: float | None
@@ -48,7 +48,7 @@ def make_grid(
     unit: str = "",
     title: str = "",
 ) -> Grid:
-    """Rounds `first` to `last` of a page of rows: those named, else all, by `sort` («worst», «name» or «given»)."""
+    """Return a page of rows (those named, else all, by `sort`: «worst», «name», «given») for these rounds."""
     seen = matrix.take(None, first, last)
     order = _order(seen, rows, sort)
     page = order[offset : None if limit is None else offset + limit]
@@ -87,7 +87,7 @@ def _order(matrix: Matrix, rows: Sequence[str] | None, sort: str) -> list[int]:
 def _struck(
     names: Sequence[str], last: Sequence[int], first: Sequence[int], failed: Collection[tuple[str, int]]
 ) -> npt.NDArray[np.bool_]:
-    """Which cells have a failure."""
+    """Return which cells have a failure."""
     struck = np.zeros((len(names), len(last)), bool)
     places = {name: i for i, name in enumerate(names)}
     ends = np.asarray(last)
@@ -99,7 +99,7 @@ def _struck(
 
 
 def _state(values: Floats, there: npt.NDArray[np.bool_], struck: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
-    """The worst of what a cell joins: a number that is none, a failure, a value, nothing."""
+    """Return the worst state that a cell joins: a non-finite number, a failure, a value, nothing."""
     state = np.full(values.shape, ABSENT, np.uint8)
     state[there] = VALUE
     state[struck] = FAILED
@@ -110,5 +110,5 @@ def _state(values: Floats, there: npt.NDArray[np.bool_], struck: npt.NDArray[np.
 
 
 def packed(numbers: npt.NDArray[np.generic]) -> str:
-    """An array as base64, little endian."""
+    """Return an array as base64, little endian."""
     return base64.b64encode(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<")).tobytes()).decode()

@@ -36,7 +36,7 @@ def client_grid(
     first: int | None = None,
     last: int | None = None,
 ) -> Grid:
-    """Return a sign of the clients. «Worst»: those in trouble now, those who were, then by distance from the others."""
+    """Return a sign of the clients. «Worst»: those in trouble now, then formerly, then by distance from the others."""
     matrix = metric_matrix(reader, run, sign)
     known = CATALOG.get(sign)
     return make_grid(
@@ -55,7 +55,7 @@ def client_grid(
 
 
 def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str]:
-    """The rows' names; by «value», the largest mean first."""
+    """Return the rows' names; for «value», the largest mean first."""
     if sort == "name":
         return sorted(matrix.nodes, key=natural)
     if sort == "worst":
@@ -85,7 +85,7 @@ def layer_grid(
     last: int | None = None,
     columns: int = 500,
 ) -> Grid:
-    """One statistic of the federation's layers, in the order of the model."""
+    """Return one statistic of the federation's layers, in the order of the model."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family", family, FAMILIES))
     if statistic not in statistics_of(family):
@@ -94,7 +94,7 @@ def layer_grid(
     layers, rounds = known.layers, known.rounds
     values = shown_statistic(family, known.matrix, statistic).T if rounds else np.empty((len(layers), 0))
     measured = measured_layers(family, known.matrix) if rounds else None
-    del known  # its nine numbers of each layer and round are not to be held while the one is put into a grid
+    del known  # frees nine numbers per layer and round before the grid is built
     return make_grid(
         matrix_of(layers, rounds, values, None if measured is None else measured.T),
         rows=list(layers),

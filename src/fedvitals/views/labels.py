@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labels nodes that are known by a number of twenty digits with their partition, where they told one.
+"""Labels nodes that are known by a number of twenty digits with their partition, if they reported one.
 
-Addresses, JSON and stores name a node by its id; a label only stands beside it.
+Addresses, JSON and stores identify a node by its id; a label is only shown beside it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PARTITION = "client.partition"
 
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
-    """Return the label of each node that told its partition: «partition 3», as it told last.
+    """Return the label of each node that reported its partition: «partition 3», from its newest report.
 
-    A SuperNode that comes back under another id takes its partition along; the id that it had before is then labelled
-    «partition 3 until round 7».
+    A SuperNode that reconnects under another id keeps its partition; its previous id is then labelled «partition 3
+    until round 7».
     """
-    newest, any_label = newest_event_arrival(reader, PARTITION)  # no event since: no label since
+    newest, any_label = newest_event_arrival(reader, PARTITION)  # no new event means no new label
     return remembered(reader, "labels", run, newest, lambda: _read(reader, run)) if any_label else {}
 
 
 def _read(reader: Reader, run: str) -> dict[str, str]:
     labels: dict[str, str] = {}
     for event in newest_event_of_each_node(reader, run, PARTITION):
-        number = event.data.get("partition")  # a client may have told anything
+        number = event.data.get("partition")  # a client may have reported anything
         if event.where.node is not None and type(number) is int and 0 <= number < 2**53:
             labels[event.where.node] = f"partition {number}"
     if len(set(labels.values())) == len(labels):
@@ -48,17 +48,17 @@ def _read(reader: Reader, run: str) -> dict[str, str]:
 
 
 def named(node: str, labels: Mapping[str, str]) -> str:
-    """Return the whole name and its label: «18418001853788474769 (partition 3)»."""
+    """Return the full name and its label: «18418001853788474769 (partition 3)»."""
     return f"{node} ({labels[node]})" if node in labels else node
 
 
 def place_of(case: Case, labels: Mapping[str, str]) -> str:
-    """Say where a case is, with the label of its node."""
+    """Return where a case is, with the label of its node."""
     return case.place if case.node is None else named(case.node, labels) + case.place[len(case.node) :]
 
 
 def node_of(asked: str, known: Collection[str], labels: Mapping[str, str]) -> str:
-    """Return the node that a person means by its name, or by its label or last digits where only one node has these."""
+    """Return the node that a user means by its name, or by its label or last digits if these are unique."""
     tail = f"…{asked.removeprefix('…')}"
     meant = [asked] if asked in known else [node for node in known if labels.get(node) == asked or short(node) == tail]
     if len(meant) != 1:

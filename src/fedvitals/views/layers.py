@@ -23,7 +23,7 @@ from fedvitals.views.shown_statistics import shown_statistic
 from fedvitals.views.units import number as size
 
 FAMILIES = ("gradient", "gradient.full", "update", "weight", "activation")
-WORDS = {  # statistics that the page offers: what each says, and how it is drawn
+WORDS = {  # statistics that the page offers: their meaning, and how they are drawn
     "rms": ("root mean square: size per value, whatever the layer's size", "log"),
     "l2": ("L2 norm: grows with the layer's size, and with steps and clients that are summed", "log"),
     "mean_magnitude": ("mean magnitude", "log"),
@@ -34,9 +34,9 @@ WORDS = {  # statistics that the page offers: what each says, and how it is draw
     "nans": ("NaN values", "count"),
     "infs": ("infinite values", "count"),
 }
-NODES = 500  # names that are offered
-LINES = 12  # rounds in the profile over the depth
-AVERAGES = 8  # layers as lines; more are a heat map
+NODES = 500  # names in the selection
+LINES = 12  # rounds in the depth profile
+AVERAGES = 8  # layers drawn as lines; more become a heat map
 EARLIER_RUNS = 3
 SCALES = ("scale.gsc", "scale.sensitivity", "nonlinearity.nlc")
 HEALTH = {"dead_fraction": "dead units", "saturated_fraction": "saturated units"}
@@ -58,7 +58,7 @@ class LayerKnown:
     name: str
     shape: tuple[int, ...]
     values: int
-    weight: bool  # of two or more dimensions: what the gradient flows through
+    weight: bool  # of two or more dimensions: the gradient flows through it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class ProfileLine:
 
 @dataclass(frozen=True, slots=True)
 class DepthProfile:
-    """One line a round, a value a layer, the first layer first."""
+    """One line per round, one value per layer, the first layer first."""
 
     layers: tuple[str, ...]
     lines: tuple[ProfileLine, ...]
-    rounds: int  # of which these are some
+    rounds: int  # total, of which some are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """The average gradient of each layer over the rounds, as in the paper: it does not say whether signed or not."""
+    """The average gradient of each layer over the rounds, as in the paper, which does not say whether it is signed."""
 
     rounds: tuple[int, ...]
     layers: tuple[Average, ...]
-    total: int  # layers, of which these are some
+    total: int  # number of layers, of which some are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +128,26 @@ class EarlierScale:
 
 @dataclass(frozen=True, slots=True)
 class LayersPage:
-    """Everything that the page of the layers shows."""
+    """Everything that the layers' page shows."""
 
     run: str
     node: str | None  # None: the federation
     family: str
     statistic: str
-    headline: str  # how the gradient flows, in words
-    nodes: tuple[str, ...]  # that can be chosen, the first few
+    headline: str  # the gradient flow in words
+    nodes: tuple[str, ...]  # that can be selected, the first few
     families: tuple[str, ...]  # that the run has
     statistics: tuple[StatisticKnown, ...]
     layers: tuple[LayerKnown, ...]
-    weights_only: bool  # of the profile: biases and norms are left out
+    weights_only: bool  # whether the profile omits biases and norms
     profile: DepthProfile
     grid: Grid
     averages: Averages | None
     health: tuple[UnitHealth, ...]
     scales: tuple[ScaleKnown, ...]
-    earlier_scales: tuple[EarlierScale, ...]  # GSC of the last runs of the same model, to compare with
+    earlier_scales: tuple[EarlierScale, ...]  # GSC of the last runs of the same model, for comparison
     total_rounds: int
-    thinned: bool  # not every round was read
+    thinned: bool  # whether some rounds were skipped
     missing: tuple[str, ...]  # what was not measured, and how to get it
 
 
@@ -164,7 +164,7 @@ def layers_page(
     last: int | None = None,
     columns: int = 400,
 ) -> LayersPage:
-    """The page of a run's layers; `selected`: a round that the profile must show."""
+    """Return the page of a run's layers; `selected`: a round that the profile must show."""
     known = queries.layer_families(reader, run)
     offered = tuple(name for name in FAMILIES if name in known)
     if statistic not in WORDS:
@@ -237,7 +237,7 @@ def _some(names: Sequence[str], which: Sequence[bool]) -> str:
 
 
 def _described(reader: Reader, run: str, layers: Sequence[str]) -> tuple[LayerKnown, ...]:
-    """The layers with their shapes, in the order of the model."""
+    """Return the layers with their shapes, in the order of the model."""
     shapes = {layer.name: layer.shape for table in queries.get_run(reader, run).tables for layer in table.layers}
     return tuple(
         LayerKnown(name, shape := shapes.get(name, ()), int(np.prod(shape)), len(shape) >= 2) for name in layers
@@ -245,7 +245,7 @@ def _described(reader: Reader, run: str, layers: Sequence[str]) -> tuple[LayerKn
 
 
 def chosen_rounds(rounds: Sequence[int], selected: int | None, most: int = LINES) -> list[int]:
-    """Choose at most so many rounds, evenly spread: always the first, the last and the selected one."""
+    """Choose at most `most` rounds, evenly spaced: always the first, the last and the selected one."""
     if len(rounds) <= most:
         return list(rounds)
     places = {round(i * (len(rounds) - 1) / (most - 1)) for i in range(most)}
@@ -279,7 +279,7 @@ def grid_of(
     last: int | None = None,
     columns: int = 400,
 ) -> Grid:
-    """Layers × rounds, in the order of the model."""
+    """Return layers × rounds, in the order of the model."""
     there = np.ones(values.T.shape, bool) if values.size else None
     matrix = matrix_of(history.layers, history.rounds, values.T, there)
     return make_grid(
@@ -290,13 +290,13 @@ def grid_of(
 def averages(
     history: LayerHistory, layers: Sequence[LayerKnown], first: int | None = None, last: int | None = None
 ) -> Averages | None:
-    """Signed mean and mean magnitude of the weights' gradients, of a few layers from the first to the last."""
+    """Return signed mean and mean magnitude of the weights' gradients, for a few layers from the first to the last."""
     weights = [i for i, layer in enumerate(layers) if layer.weight]
     inside = between(history.rounds, first, last)
     if not weights or not history.rounds[inside]:
         return None
     few = chosen_rounds(weights, None, AVERAGES)
-    part = history.matrix[inside]  # no copy, which would take as much again
+    part = history.matrix[inside]  # a view: a copy would take the same memory again
     mean, magnitude = (derive(history.family, part, name) for name in ("mean", "mean_magnitude"))
     return Averages(
         history.rounds[inside],
@@ -335,7 +335,7 @@ def _earlier_scales(reader: Reader, run: str) -> tuple[EarlierScale, ...]:
 
 
 def _missing(known: Sequence[str], family: str, history: LayerHistory) -> list[str]:
-    """Said on the page, so that an empty place is not taken for a healthy one."""
+    """Return sentences on missing data, so that an empty place is not mistaken for a healthy one."""
     sentences = []
     if not history.rounds:
         sentences.append(

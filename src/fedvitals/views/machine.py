@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what the machines of a run did: throughput, memory by purpose, processors, operators."""
+"""Computes what a run used of its machines: throughput, memory by purpose, processors, operators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.metric_titles import metric_title
 
 SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
-ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble
-OPERATORS = "profile.operators"  # the event with what torch.profiler caught
+ROOM = ("memory.limit", "machine.memory_free")  # for which small values are the problem
+OPERATORS = "profile.operators"  # the event with the operators recorded by torch.profiler
 MOST_OPERATORS = 50
 
 
@@ -29,30 +29,30 @@ class Throughput:
 
     node: str
     samples_per_second: float  # median over its rounds
-    epoch_seconds: float | None  # its whole data set at this pace; None: nobody knows how large it is
+    epoch_seconds: float | None  # for its whole data set at this pace; None: its size is unknown
     course: ValuesByRound
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest value of a memory metric (of a limit: the smallest): whose, when, and its growth over the run."""
+    """The largest value of a memory metric (the smallest of a limit): whose, when, and its growth over the run."""
 
     metric: str
     bytes: float
     node: str | None
     round: int
-    growth_bytes: float  # from its first round to its last, of the node that grew the most; as `compare` has it
+    growth_bytes: float  # from its first round to its last, for the node that grew most; as in `compare`
     growth_node: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """By how much memory grew while one client trained."""
+    """The growth of memory while one client trained."""
 
     node: str
-    bytes: float  # over all of its rounds in which it was measured
-    rounds: int  # how many those are
-    most_bytes: float  # in one of them
+    bytes: float  # over all its measured rounds
+    rounds: int  # their number
+    most_bytes: float  # in a single round
     most_round: int
 
 
@@ -60,13 +60,13 @@ class Grown:
 class Memory:
     """What a run held in memory."""
 
-    peaks: tuple[Peak, ...]  # memory.resident, memory.peak, memory.cuda_*, ... as they were measured
-    node: str | None  # the client whose tensors take the most
-    shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
+    peaks: tuple[Peak, ...]  # memory.resident, memory.peak, memory.cuda_*, ... as measured
+    node: str | None  # the client whose tensors take most memory
+    shares: Mapping[str, float]  # its bytes by purpose, in its largest round
     by_client: Mapping[str, float]  # largest tensor bytes, else resident memory, largest first
-    batch: float | None  # samples that its activations are of
+    batch: float | None  # samples behind its activations
     grown: tuple[Grown, ...]  # of the process, while one client alone trained in it; the largest first
-    kept: tuple[Grown, ...]  # of the heap, where a leak was suspected; the largest in a round first
+    kept: tuple[Grown, ...]  # of the heap, if a leak was suspected; the largest in a round first
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,15 @@ class Machine:
     metric: str
     unit: str
     mean: float
-    extreme: float  # the largest; of what is free, the smallest
-    node: str | None  # whose that is
+    extreme: float  # the largest; for free amounts, the smallest
+    node: str | None  # the node with that value
     round: int
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """What a capture of some steps found, as the client told it."""
+    """The result of recording some steps, as reported by the client."""
 
     node: str | None
     round: int | None
@@ -92,7 +92,9 @@ class Operators:
 
 
 def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple[Throughput, ...]:
-    """Samples a second of each client, the slowest first; from its own metric, else from its Span on the real clock."""
+    """Return each client's samples per second, the slowest first; from its metric, else from its Span on the real
+    clock.
+    """
     known = {
         node: by_round
         for node, by_round in values_of_everybody(reader, run, "throughput.samples").items()
@@ -116,7 +118,7 @@ def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple
 
 
 def memory_of(reader: Reader, run: str) -> Memory | None:
-    """Read what the run held in memory; None where nothing was measured."""
+    """Read the memory that the run used; None if nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
     known = {name: values_of_everybody(reader, run, name) for name in names if unit_of(name, "bytes") == "bytes"}
     peaks = [peak for name, by_node in known.items() if (peak := _peak(name, by_node)) is not None]
@@ -140,7 +142,7 @@ def memory_of(reader: Reader, run: str) -> Memory | None:
 
 
 def growth(by_node: Mapping[str | None, ValuesByRound]) -> tuple[float, str | None] | None:
-    """Return the largest growth of a node from its first to its last value, and the node; None of fewer than two."""
+    """Return the largest growth of a node from its first to its last value, and the node; None with fewer than two."""
     ends = [(node, [v for v in by_round.values() if math.isfinite(v)]) for node, by_round in by_node.items()]
     growths = [(values[-1] - values[0], node) for node, values in ends if len(values) > 1]
     return max(growths, key=lambda growth_and_node: growth_and_node[0], default=None)
@@ -182,7 +184,7 @@ def _finite(by_node: Mapping[str | None, ValuesByRound]) -> list[Measured]:
 
 
 def _extreme(name: str, every: Sequence[Measured]) -> Measured:
-    """The largest value of a metric; of what is free, the smallest."""
+    """Return the largest value of a metric; for free amounts, the smallest."""
     return (min if name in ROOM else max)(every, key=lambda measured: measured[0])
 
 
@@ -207,6 +209,6 @@ def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
 
 
 def operators_of(events: Iterable[Event]) -> tuple[Operators, ...]:
-    """Return the captures, the newest last; no more than a terminal or a script can make use of."""
+    """Return the recordings, the newest last; no more than a terminal or a script can use."""
     captures = [Operators(e.where.node, e.where.round, e.data) for e in events if e.name == OPERATORS]
     return tuple(captures[-MOST_OPERATORS:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a metric of all clients in one walk over an index, and remembers it, so that only news is read later."""
+"""Reads a metric of all clients in one walk over an index, and caches it, so that only new rows are read later."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name,
 
 __all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "rounds_not_finite", "share"]
 
-BYTES = 256_000_000  # of matrices that are remembered
-NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
-WAITING = 2000  # rows that may wait for somebody to ask for a metric, or a quarter of what it holds, if that is more
-SEEKS = 2000  # of single cells; beyond that a walk over all is quicker
+BYTES = 256_000_000  # size of the cached matrices
+NEWS = 200_000  # new rows; with more, a walk over all is faster, and takes less memory
+WAITING = 2000  # rows that may wait until a metric is requested, or a quarter of the metric's size, if that is more
+SEEKS = 2000  # for single cells; beyond that a walk over all is faster
 
 
 @dataclass(slots=True)
 class _Held:
-    """A metric as it was last read, nodes by number, in the order of their names."""
+    """A metric as it was last read, with nodes by number, in the order of their names."""
 
     nodes: Whole
     matrix: Matrix
 
 
 def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
-    """All of one metric. Rows become arrays one by one: as objects, those of a long run would take megabytes."""
+    """Read all of one metric. Rows become arrays one by one: as objects, those of a long run would take megabytes."""
     gathered = reader.database.dialect.gathered
     rounds, values, who = array("q"), array("d"), list[Whole]()
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
     for round_index, nodes, told in metrics.gathered_by_round(reader, run, name, until):
-        if nodes != before[0]:  # as a rule the same as in the round before
+        if nodes != before[0]:  # usually the same as in the previous round
             before = nodes, np.array(gathered(nodes), np.int64)
-            if len(np.unique(before[1])) < len(before[1]):  # a node told something twice in one round
+            if len(np.unique(before[1])) < len(before[1]):  # a node reported twice in one round
                 return _read_newest(reader, run, name, until)
         rounds.append(round_index)
         who.append(before[1])
@@ -58,13 +58,13 @@ def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
 
 
 def _read_newest(reader: Reader, run: int, name: int, until: int) -> _Held:
-    """The same where it matters what was told last."""
+    """Read a metric if the order of reports matters."""
     places, values = metrics.newest_values(reader, run, name, until)
     return _placed(reader, places[:, 0], places[:, 1], values)
 
 
 def _placed(reader: Reader, rounds: Whole, nodes: Whole, numbers: Reals) -> _Held:
-    """The round, the node and the value of each cell, as a matrix."""
+    """Return the round, the node and the value of each cell as a matrix."""
     columns, column = np.unique(rounds, return_inverse=True)
     present = np.zeros(int(nodes.max()) + 1, bool)  # numbers of names are small: no need to sort a million
     present[nodes] = True
@@ -76,7 +76,7 @@ def _placed(reader: Reader, rounds: Whole, nodes: Whole, numbers: Reals) -> _Hel
 
 
 def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:
-    """Clients only, in the order of their names; rounds without any of them go."""
+    """Return clients only, in the order of their names, without rounds that have none of them."""
     names = reader.names.texts(nodes.tolist())
     order = [i for i in by_name(names) if is_client(names[i])]
     values, there = values[order], there[order]
@@ -88,11 +88,11 @@ def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there
 
 
 def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_Held, Whole]:
-    """The same with room for these nodes and rounds, and the rounds as an array."""
+    """Return the metric with room for these nodes and rounds, and the rounds as an array."""
     before = np.asarray(held.matrix.rounds, np.int64)
     later = rounds[rounds > before[-1]] if len(before) else rounds
     if len(before) and np.isin(nodes, held.nodes).all() and np.isin(rounds[: len(rounds) - len(later)], before).all():
-        unchanged = int(np.searchsorted(before, rounds[0]))  # as a rule all, or all but the newest
+        unchanged = int(np.searchsorted(before, rounds[0]))  # usually all, or all but the newest
         return _Held(held.nodes, held.matrix.grown(later.tolist(), unchanged)), np.append(before, later)
     columns = np.union1d(before, rounds)
     numbers = np.concatenate([held.nodes, np.setdiff1d(nodes, held.nodes)])
@@ -111,7 +111,7 @@ def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_H
 
 
 def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until: int) -> _Held:
-    """The same with what has come since: round, node and value of each; the key is run and name."""
+    """Return the metric with its new rows: round, node and value of each; the key is run and name."""
     nodes = news[:, 1].astype(np.int64)
     known = np.unique(nodes)
     clients = {n for n, text in zip(known.tolist(), reader.names.texts(known.tolist()), strict=True) if is_client(text)}
@@ -138,14 +138,14 @@ def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until
 
 
 class _Run:
-    """What is remembered of one run: all its metrics are as of the same arrival."""
+    """The cache for one run: all its metrics are as of the same arrival."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.until = -1
         self.metrics: dict[int, _Held] = {}
-        self.waiting: dict[int, list[Reals]] = {}  # what has come of a metric since somebody asked for it
-        self.readings: dict[int, threading.Lock] = {}  # a metric is read once, also when many ask for it
+        self.waiting: dict[int, list[Reals]] = {}  # new rows of a metric since it was last requested
+        self.readings: dict[int, threading.Lock] = {}  # a metric is read once, even if requested several times at once
 
     def matrix(self, reader: Reader, run: int, name: int) -> Matrix:
         held, _ = self._known(reader, run, name)
@@ -154,18 +154,18 @@ class _Run:
         with self.readings.setdefault(name, threading.Lock()):
             held, until = self._known(reader, run, name)
             while held is None:
-                # Long, hence without the lock of the run: several metrics are read at once.
+                # Slow, hence without the run's lock: several metrics are read at once.
                 read = _read(reader, run, name, until)
                 with self.lock:
                     if until <= self.until:
                         held = self.metrics[name] = _updated(reader, (run, name), read, until, self.until)
                         self.waiting.pop(name, None)
-                if held is None:  # rows were removed meanwhile
+                if held is None:  # rows were removed in between
                     held, until = self._known(reader, run, name)
         return held.matrix
 
     def _known(self, reader: Reader, run: int, name: int) -> tuple[_Held | None, int]:
-        """A metric as it is now, if it is remembered; and up to which arrival all are that are."""
+        """Return a metric's current state, if it is cached, and up to which arrival all cached ones are."""
         with self.lock:
             newest = metrics.newest_metric_arrival(reader, run, self.until)
             if newest < self.until or newest - self.until > NEWS:
@@ -184,9 +184,9 @@ class _Run:
             return held, newest
 
     def _wait(self, name: int, news: Reals) -> None:
-        """Until somebody asks for the metric; what nobody has asked for in long is forgotten, and read anew then.
+        """Keep new rows until the metric is requested; a metric not requested for long is dropped, and read again then.
 
-        Else all that was ever read, or read ahead, would grow with each round of a run that somebody watches.
+        Otherwise everything ever read, or read ahead, would grow with each round of a run that is being viewed.
         """
         waiting = self.waiting.setdefault(name, [])
         waiting.append(news)
@@ -195,7 +195,7 @@ class _Run:
 
 
 def _news(reader: Reader, run: int, names: Sequence[int], since: int, until: int) -> Reals:
-    """Name, round, node and value of what has come of these metrics."""
+    """Return name, round, node and value of these metrics' new rows."""
     return np.array(metrics.values_between(reader, run, names, since, until), float).reshape(-1, 4)
 
 
@@ -209,10 +209,10 @@ def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, unti
 
 
 class Matrices:
-    """Remembered metrics of one store, for any number of threads; each thread brings its own reader.
+    """Cached metrics of one store, for any number of threads; each thread uses its own reader.
 
-    When rows are removed from the store, all is forgotten: noticed here, or, without `notice`, by whoever owns this and
-    calls `forget`.
+    When rows are removed from the store, the cache is cleared: this is detected here or, without `notice`, by the
+    owner, which then calls `forget`.
     """
 
     def __init__(self, most: int = BYTES, *, notice: bool = True) -> None:
@@ -222,10 +222,10 @@ class Matrices:
         self._epoch: object = None
         self._runs: dict[str, _Run] = {}
         self._memory: dict[Any, Any] = {}
-        self._used: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, the longest unused first
+        self._used: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, least recently used first
 
     def matrix(self, reader: Reader, run: str, name: str) -> Matrix:
-        """Every client's newest value of a metric in each round."""
+        """Return every client's newest value of a metric in each round."""
         number, metric = reader.names.number(run), reader.names.number(name)
         if number is None or metric is None:
             return EMPTY
@@ -237,31 +237,31 @@ class Matrices:
         return matrix
 
     def holds(self, reader: Reader, run: str, name: str) -> bool:
-        """Whether that metric can be told without reading all of it."""
+        """Whether that metric is available without reading all of it."""
         self._look(reader)
         known = self._runs.get(run)
         return known is not None and reader.names.number(name) in known.metrics
 
     def _look(self, reader: Reader) -> None:
-        """Forget everything if rows were removed."""
+        """Clear the cache if rows were removed."""
         if self._notice and (epoch := removals(reader.database)) != self._epoch:
             self.forget()
             self._epoch = epoch
 
     def forget(self) -> None:
-        """Forget everything: rows were removed, and their numbers may be used again."""
+        """Clear the cache: rows were removed, and their numbers may be used again."""
         with self._lock:
             self._runs.clear()
             self._used.clear()
             self._memory = {}
 
     def memory(self, reader: Reader) -> dict[Any, Any]:
-        """For others who add up what has come; emptied when rows are removed."""
+        """Return a memory for other sums over new rows; emptied when rows are removed."""
         self._look(reader)
         return self._memory
 
     def _note(self, run: str, metric: int, size: int) -> None:
-        """Forget what was not used for longest, if it is too much."""
+        """Drop what was least recently used, if the cache is too large."""
         with self._lock:
             self._used[run, metric] = size
             self._used.move_to_end((run, metric))
@@ -277,12 +277,12 @@ _SHARED: weakref.WeakKeyDictionary[Reader, Matrices] = weakref.WeakKeyDictionary
 
 
 def share(reader: Reader, matrices: Matrices) -> None:
-    """Let `metric_matrix` with this reader remember there."""
+    """Let `metric_matrix` use this cache with this reader."""
     _SHARED[reader] = matrices
 
 
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
-    """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`.
+    """Return every client's newest value of a metric in each round, cached if the reader shares `Matrices`.
 
     The norm of values that are not finite is NaN.
     """
@@ -297,7 +297,7 @@ def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     return Matrix(matrix.nodes, matrix.rounds, values, matrix.there)
 
 
-# Norm → the count of NaN and Inf among the values that it is of.
+# Norm → the count of NaN and Inf among its values.
 _COUNTS = {
     "gradient.norm": "gradient.nonfinite",
     "gradient.norm_max": "gradient.nonfinite",
@@ -312,8 +312,8 @@ _COUNTS = {
 def rounds_not_finite(reader: Reader, run: str, name: str) -> Mapping[str, set[int]]:
     """Return the rounds in which each node's metric is the norm of values some of which are NaN or infinite.
 
-    Kernels add up the finite values alone, so that the norm of NaNs is stored as 0; shown as 0 it would be the opposite
-    of what happened. Only rounds with a finding of NaN are looked at.
+    Kernels only sum finite values, so that the norm of NaNs is stored as 0; shown as 0 it would be the opposite of what
+    happened. Only rounds with a finding of NaN are checked.
     """
     counted = _COUNTS.get(name)
     rounds = () if counted is None else rounds_with_findings(reader, run, MODEL_LOST)
@@ -327,9 +327,9 @@ def rounds_not_finite(reader: Reader, run: str, name: str) -> Mapping[str, set[i
 
 
 def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
-    """All clients' values of a metric added up by round, NaN left out.
+    """Return all clients' values of a metric summed by round, without NaN.
 
-    Where the whole metric is not in memory, the database adds them up, in a third of the time.
+    If the whole metric is not in memory, the database sums it, in a third of the time.
     """
     shared = _SHARED.get(reader)
     sums = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
@@ -340,7 +340,7 @@ def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
 
 
 def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
-    """None where a client told something twice in one round, of which only the newer counts."""
+    """Return the sums; None if a client reported twice in one round, since only the newer value counts."""
     number, metric = reader.names.number(run), reader.names.number(name)
     if number is None or metric is None:
         return {}
@@ -354,6 +354,6 @@ def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
 
 
 def memory_of(reader: Reader) -> dict[Any, Any]:
-    """What is remembered between the requests that share a reader's `Matrices`; else an empty one."""
+    """Return the memory shared by requests that use a reader's `Matrices`; else an empty one."""
     shared = _SHARED.get(reader)
     return {} if shared is None else shared.memory(reader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remembers answers as long as the records that they are made from stay the same."""
+"""Caches answers as long as the records behind them stay the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATE = threading.Lock()
 
 
 class Remembered(Generic[K, T]):
-    """Values by key, each until its sign changes; those unused for longest go first. For several threads."""
+    """Cached values by key, each valid until its sign changes; least recently used ones are dropped. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -26,7 +26,7 @@ class Remembered(Generic[K, T]):
         self._known: OrderedDict[K, tuple[object, T]] = OrderedDict()
 
     def get(self, key: K, sign: object, make: Callable[[], T]) -> T:
-        """Return the value of that key at this sign: the known one, else what `make` gives."""
+        """Return the value of that key at this sign: the cached one, else what `make` returns."""
         with self._lock:
             known = self._known.get(key)
         if known is None or known[0] != sign:
@@ -47,9 +47,10 @@ class _Entry:
 
 
 def remembered(reader: Reader, kind: str, key: Hashable, sign: object, make: Callable[[], T]) -> T:
-    """What `make` gives, made once for each `sign`: who asks meanwhile waits for it instead of working, too.
+    """Return what `make` returns, called once for each `sign`: concurrent callers wait for it instead of working, too.
 
-    `key`: what it is of, of which the last few are kept. Between readers that share `Matrices`; else it is just made.
+    `key`: what the answer is about, of which the last few are kept. Cached between readers that share `Matrices`;
+    otherwise it is just computed.
     """
     memory = memory_of(reader)
     with _GATE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of metrics as people read them. A raw id such as `fit.loss_before` belongs in a tooltip or a command."""
+"""The names of metrics for users. A raw id such as `fit.loss_before` belongs in a tooltip or a command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which case ruins the global model, since when, and the words for it: «The model was lost in round 6: NaN from c5»."""
+"""Finds the case that ruins the global model, since when, and how to say so: «The model was lost in round 6: NaN from
+c5».
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from fedvitals.diagnosis.cases import LOST, Case
 from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.views.cases import culprits, since_of
 
-# Issue of a client or group → what came from it.
+# Issue of a client or group → what it sent.
 ORIGINS = {
     "NAN_UPDATE": "NaN from {who}",
     "NAN_GRADIENT": "NaN from {who}",
@@ -28,7 +30,7 @@ class Damage:
     """What a case does to the global model."""
 
     lost: bool  # its weights are NaN or infinite; otherwise it diverges
-    since: int | None  # the first round in which that showed
+    since: int | None  # the first round in which that was visible
 
     def __str__(self) -> str:
         when = "" if self.since is None else f" {'in' if self.lost else 'since'} round {self.since}"
@@ -38,7 +40,7 @@ class Damage:
 def damage_by(case: Case, cases: Sequence[Case]) -> Damage | None:
     """Return how a client's or group's case ruins the model now, by the critical cases of the run that follow from it.
 
-    None for a case of the run itself, and where the model recovered.
+    Returns None for a case of the run itself, and if the model has recovered.
     """
     if not culprits(case) or _of_run(case):
         return None

@@ -25,7 +25,7 @@ class Known:
     """A metric that the run has values of."""
 
     name: str
-    title: str  # for people
+    title: str  # for users
     unit: str
     meaning: str
 
@@ -35,7 +35,7 @@ class FamilyKnown:
     """A family of layer statistics that the run has."""
 
     name: str
-    rows: str  # what its layers are: parameters, modules
+    rows: str  # the type of its layers: parameters, modules
     statistics: tuple[str, ...]
 
 
@@ -59,7 +59,7 @@ class Outline:
     rounds: list[int]  # ascending
     nodes: Mapping[int, str]  # by their numbers in the store
     marks: Sequence[Mark]
-    outcomes: SeriesByNode  # `OUTCOMES` as the federation and its server told them
+    outcomes: SeriesByNode  # `OUTCOMES` as reported by the federation and its server
 
     @property
     def clients(self) -> list[str]:
@@ -68,10 +68,10 @@ class Outline:
 
 
 def outline_of(reader: Reader, run: str) -> Outline:
-    """Read the outline of a run; ConfigError when there is none of that id."""
+    """Read the outline of a run; ConfigError if there is none with that id."""
     settings = run_settings(reader, run)
     return Outline(
-        queries.get_run(reader, run) if settings is None else settings,  # which says what there is
+        queries.get_run(reader, run) if settings is None else settings,  # its error lists the existing runs
         reader.history(run).rounds(),
         nodes_by_number(reader, run),
         marks(reader, run),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the overview of a run: the verdict, its cases in short, the suspects, and the signs that there are."""
+"""Computes the overview of a run: the verdict, its cases in brief, the suspects, and the available signs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedvitals.views.outline import OUTCOMES, FamilyKnown, Known, known_families
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
 LONGEST_LIST = 200  # cases; the page of findings has the rest
-SAMPLED = 5  # rounds in which is counted who tells a sign
-ENOUGH = 0.5  # of the clients that trained, which must tell a sign for it to stand for them
-# What tells clients apart, the plainest first: opened with where nobody chose another.
+SAMPLED = 5  # rounds in which the nodes that report a sign are counted
+ENOUGH = 0.5  # share of the clients that trained which must report a sign for it to represent them
+# What distinguishes clients, the plainest first: shown unless the user chooses another.
 FIRST_SIGHT = (
     "loss",
     "fit.loss_before",
@@ -37,7 +37,7 @@ LEARNING = ("loss", "fit.loss_before", "local.loss", "fit.loss_after", "gradient
 
 @dataclass(frozen=True, slots=True)
 class SuspectLine:
-    """Somebody who is suspected, for the worst that is held against it."""
+    """A suspect, with its worst case."""
 
     node: str
     label: str
@@ -53,15 +53,15 @@ class SuspectLine:
 class SignLine(Known):
     """A sign of which clients have values, in the catalogue's words."""
 
-    vital: bool  # of the few that stand on a health card
+    vital: bool  # one of the few on a health card
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that the overview shows but the pictures."""
+    """Everything that the overview shows except the plots."""
 
     verdict: Verdict
-    cases: list[Brief]  # those that are there now, worst first; then those that are over; muted ones last
+    cases: list[Brief]  # current ones, worst first; then past ones; muted ones last
     total_cases: int
     muted: int
     suspects: list[SuspectLine]
@@ -69,17 +69,17 @@ class Overview:
     first_round: int | None
     last_round: int | None
     signs: list[SignLine]
-    sign: str | None  # what the client heat map opens with: what the verdict's finding rests on, where clients have it
-    family: str | None  # of the layers' heat map, in the same way; None: the finding is about no layer
+    sign: str | None  # the client heat map's initial sign: the one behind the verdict's finding, if clients have it
+    family: str | None  # of the layers' heat map, likewise; None: the finding is about no layer
     statistic: str | None
-    learning: str | None  # whose cohort stands in the band of learning
-    outcomes: list[str]  # signs of the federation itself that say how well it learns
-    scale: str | None  # gradient scale: «scale.gsc», where it was measured
+    learning: str | None  # whose cohort is the band in the learning plot
+    outcomes: list[str]  # signs of the federation itself that show how well it learns
+    scale: str | None  # gradient scale: «scale.gsc», if it was measured
     families: list[FamilyKnown]
 
 
 def overview(reader: Reader, run: str) -> Overview:
-    """Read the overview of a run; ConfigError when there is none of that id."""
+    """Read the overview of a run; ConfigError if there is none with that id."""
     outline = outline_of(reader, run)
     rounds, marks = outline.rounds, Marked(outline.marks)
     cases = cases_of(reader, run, rounds=rounds)
@@ -89,7 +89,7 @@ def overview(reader: Reader, run: str) -> Overview:
     lines.sort(key=lambda line: _there_first(by_key.get(line.follows or "", line)))
     measured = measured_names(reader, run, outline.nodes)
     names, of_clients = measured.names, measured.of_clients
-    # How many nodes told each of these signs, in a few rounds from all over the run.
+    # How many nodes reported each of these signs, in a few rounds from all over the run.
     sampled = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
     counts = count_nodes_that_told(reader, run, [n for n in of_clients if n in {*FIRST_SIGHT, *LEARNING}], sampled)
     verdict = judge(cases, facts)
@@ -126,7 +126,7 @@ def _there_first(line: Brief) -> tuple[bool, bool]:
 
 
 def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
-    """Who is suspected in troubles that are still there, each once, for its worst; the most suspected first."""
+    """Return the suspects of troubles that are still there, each once, for its worst; the most suspected first."""
     worst: dict[str, SuspectLine] = {}
     for case in cases:
         if not case.still_there:
@@ -153,27 +153,27 @@ def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
 
 
 def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
-    """The first sign that most clients have in most rounds: one that is probed now and then leaves a map empty."""
+    """Return the first sign that most clients have in most rounds: an occasional one would leave a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
     dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
     return next(iter([*dense, *(name for name in FIRST_SIGHT if name in names), *names]), None)
 
 
 def _for_learning(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
-    """The first sign of learning that somebody has in most rounds."""
+    """Return the first sign of learning that some node has in most rounds."""
     usual = [name for name in LEARNING if name in counts and sum(map(bool, counts[name])) * 2 > len(counts[name])]
     return next(iter([*usual, *(name for name in LEARNING if name in names)]), None)
 
 
 def _outcomes(reader: Reader, run: str, names: Collection[str], known: SeriesByNode) -> list[str]:
-    """What the federation or its server tells of how well it learns: accuracy and loss, else what users logged."""
+    """Return what the federation or its server reports about learning: accuracy and loss, else what users logged."""
     own = [name for name in names if name.startswith("user.")][:8]
     measured = {name for name, _ in {**known, **(series_of(reader, run, own, (None, "server")) if own else {})}}
     return [name for name in (*OUTCOMES, *own) if name in measured]
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """Vital signs first, in the order of a patient's chart; then as the catalogue has them."""
+    """Return the sort key: vital signs first, in the order of a medical chart; then in the order of the catalogue."""
     if name in VITAL_SIGNS:
         return 0, VITAL_SIGNS.index(name), name
     return (1, list(CATALOG).index(name), name) if name in CATALOG else (2, 0, name)

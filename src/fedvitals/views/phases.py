@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what the rounds' time and bytes went to, from the metrics that the monitor stored as each round ended.
+"""Computes where the rounds' time and bytes went, from the metrics that the monitor stored as each round ended.
 
-The exact parts of one round come from its Spans (see `views.round`); over hundreds of rounds and thousands of clients
-they would be half a million records, and these sums say the same in a dozen numbers a round.
+The exact parts of one round come from its Spans (see `views.round`); for hundreds of rounds and thousands of clients
+they would be half a million records, and these sums say the same in a dozen numbers per round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedvitals.views.cohort import Whole
 from fedvitals.views.matrix import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
 
-# As they follow each other in a round; the words of the profile, and of `bottleneck.*`.
+# In the order of a round; the names used in the profile, and in `bottleneck.*`.
 PARTS = {
     "download": "download",
     "data": "data_loading",
@@ -28,7 +28,7 @@ PARTS = {
     "aggregate": "aggregation",
     "server": "server",
 }
-REST = "wait"  # what nobody worked in on the critical path
+REST = "wait"  # time on the critical path in which nobody worked
 UNTOLD = "not told apart"
 
 
@@ -37,25 +37,25 @@ class Part:
     """Seconds of one part of the rounds."""
 
     name: str
-    values: Numbers  # seconds, of the slowest round of each bucket
+    values: Numbers  # seconds, for the slowest round of each bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What the rounds' time and bytes went to."""
+    """Where the rounds' time and bytes went."""
 
-    clock: str  # «real», or «virtual» where the lab's clock tells
-    rounds: list[int]  # of each bucket, the slowest round
+    clock: str  # «real», or «virtual» if the lab's clock applies
+    rounds: list[int]  # the slowest round of each bucket
     first: list[int]  # the first round of the bucket
     last: list[int]
     parts: list[Part]
     sent: Numbers  # bytes that the clients sent in these rounds
     received: Numbers
-    total: int  # rounds that were timed
+    total: int  # number of timed rounds
 
 
 def phases(reader: Reader, run: str, points: int, first: int | None = None, last: int | None = None) -> Phases:
-    """Seconds by part of each round; of a bucket of rounds, those of its slowest, so that no slow round is hidden."""
+    """Return seconds by part of each round; for a bucket, those of its slowest round, so that none is hidden."""
     names = ["time.round_virtual", "time.round", *(f"bottleneck.{stored}" for stored in PARTS.values())]
     known = {name: series for (name, _), series in series_arrays(reader, run, names, (None,)).items()}
     clock = "virtual" if "time.round_virtual" in known else "real"
@@ -89,7 +89,7 @@ def phases(reader: Reader, run: str, points: int, first: int | None = None, last
 
 
 def _slowest(rounds: Whole, lengths: Array, points: int) -> tuple[list[int], list[int], list[int]]:
-    """Of each bucket: where its slowest round stands, its first and its last round."""
+    """Return for each bucket the index of its slowest round, its first and its last round."""
     spans = stretches(bucket_of(rounds, points))
     filled = np.nan_to_num(lengths, nan=-1.0)
     chosen = [begin + int(np.argmax(filled[begin:end])) for begin, end in spans]
@@ -97,6 +97,6 @@ def _slowest(rounds: Whole, lengths: Array, points: int) -> tuple[list[int], lis
 
 
 def _sums(reader: Reader, run: str, name: str, rounds: list[int]) -> Numbers:
-    """The clients' sum in each of these rounds; None where none was told."""
+    """Return the clients' sum in each of these rounds; None if none reported."""
     known = round_sums(reader, run, name)
     return json_numbers([known.get(number, math.nan) for number in rounds])

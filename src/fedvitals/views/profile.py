@@ -54,15 +54,15 @@ class Profile:
     """Where a run's time, memory and bytes went."""
 
     run: Run
-    clock: str  # that the times below are of: «real» or «virtual»
+    clock: str  # of the times below: «real» or «virtual»
     clocks: tuple[str, ...]  # that the run has
-    verdict: RunVerdict | None  # None: the run has no round of which anything is timed
+    verdict: RunVerdict | None  # None: no round of the run has any times
     times: tuple[RoundTime, ...]
-    path_parts: Mapping[str, float]  # part → seconds, of all rounds' critical paths together: the rounds' own length
-    client_parts: Mapping[str, float]  # of all clients' rounds together
+    path_parts: Mapping[str, float]  # part → seconds, over all rounds' critical paths, which are the rounds' own length
+    client_parts: Mapping[str, float]  # over all clients' rounds
     server_parts: Mapping[str, float]
     unaccounted: float | None  # largest share of a node's round that no part explains, median over the rounds
-    waterfall: RoundTime | None  # the round that was asked for, else the longest
+    waterfall: RoundTime | None  # the requested round, else the longest
     path: CriticalPath | None  # of that round
     stragglers: tuple[Straggler, ...]
     what_if: tuple[WhatIfRow, ...]
@@ -73,26 +73,26 @@ class Profile:
     operators: tuple[Operators, ...]
     traffic: Traffic
     reached: tuple[AccuracyMilestone, ...]
-    needed: tuple[BandwidthNeed, ...]  # for the pace of the median client, unless told
-    needed_why: str | None  # why there is nothing in it
-    target_seconds: float | None  # that were asked for
+    needed: tuple[BandwidthNeed, ...]  # for the pace of the median client, unless a target is given
+    needed_why: str | None  # why it is empty
+    target_seconds: float | None  # as requested
     waiting: Waiting  # for whom the rounds waited, and how long
     waits: Mapping[str, str]  # in the round that is shown: who waited for whom
-    worked: float | None  # share of a round in which anybody worked, median; where clients are elsewhere and told of it
-    left_open: int | None  # the round that a run which is still open had not finished; nothing of it is in here
+    worked: float | None  # share of a round in which any client worked, median; if clients are remote and reported it
+    left_open: int | None  # the unfinished round of a run that is still open, which is not included
 
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What other settings would have given, and which of these are worth it."""
+    """What other settings would have given, and which of these are worthwhile."""
 
     what_if: tuple[WhatIfRow, ...]
     remedies: tuple[Remedy, ...]
-    latency: Mapping[str, float]  # seconds of each client's message that its size does not change, where known
+    latency: Mapping[str, float]  # seconds of each client's message that do not depend on its size, if known
 
     @property
     def worthwhile(self) -> list[WhatIfRow]:
-        """The rows that gain something, in the order of the remedies: what gains most for its price first."""
+        """The rows with a gain, in the order of the remedies: best gain for the cost first."""
         return [row for row in by_worth(self.what_if) if row.share >= LEAST]
 
 
@@ -120,7 +120,7 @@ def profile_of(
     clock: str | None = None,
     target_seconds: float | None = None,
 ) -> Profile:
-    """A run's profile; `round` chooses whose waterfall is shown, `clock` which times are looked at."""
+    """Return a run's profile; `round_index` selects the waterfall's round, `clock` the times to use."""
     described = queries.get_run(reader, run)
     transfers, events = queries.records(reader, run, Transfer), queries.records(reader, run, Event)
     everything = timeline(queries.records(reader, run, Span))
@@ -170,7 +170,7 @@ def profile_of(
 
 
 def _in_turns(path: CriticalPath) -> bool:
-    """Whether clients took turns: each then waits for all the others, before and after its own."""
+    """Whether clients took turns: each then waits for all others, before and after its own turn."""
     return path.shape.slots is not None
 
 
@@ -194,7 +194,7 @@ def _shown(times: Sequence[RoundTime], number: int | None, run: str) -> RoundTim
 
 
 def seconds_by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by part, in the one order of parts."""
+    """Return seconds by part, in the common order of parts."""
     sums: dict[str, float] = {}
     for seconds_by_part in parts:
         for part, seconds in seconds_by_part.items():
@@ -217,9 +217,9 @@ def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[AccuracyMilest
 def _needed(
     times: Sequence[RoundTime], traffic: Traffic, target: float | None, latency: Mapping[str, float]
 ) -> tuple[BandwidthNeed, ...]:
-    """Only where it is known how long transfers take: elsewhere there is nothing to divide by."""
+    """Return the bandwidth needs, only if the duration of transfers is known."""
     ways: dict[str, list[Mapping[str, float]]] = {}
-    own: list[float] = []  # the median client's way in each round
+    own: list[float] = []  # the median client's time in each round
     for time in times:
         busy = []
         for client in time.clients:
@@ -237,7 +237,7 @@ def _needed(
 
 
 def as_data(profile: Profile) -> dict[str, Any]:
-    """The profile for scripts: with what follows from its numbers, and without what repeats them."""
+    """Return the profile for scripts: including derived numbers, without redundant ones."""
     data: dict[str, Any] = plain(profile)
     data["rounds"] = data["verdict"].pop("by_round") if data["verdict"] else []
     data["times"] = [
@@ -252,7 +252,7 @@ def as_data(profile: Profile) -> dict[str, Any]:
     return data
 
 
-_LEFT_OUT = ("shape", "stays")  # only how the other numbers were come by
+_LEFT_OUT = ("shape", "stays")  # only intermediate results of the other numbers
 
 
 def _fields_and_properties(value: Any) -> Fields | None:
@@ -266,13 +266,13 @@ def _fields_and_properties(value: Any) -> Fields | None:
 plain = PlainJson(nonfinite=unchanged, fields=_fields_and_properties, name=unchanged)
 
 
-# Computes how much of a transfer's time is latency, where a run's own description tells.
+# Computes how much of a transfer's time is latency, if the run's own description defines it.
 
 
 def latency_of(run: Run, times: Sequence[RoundTime], transfers: Iterable[Transfer]) -> dict[str, float] | None:
-    """Seconds of each way of a client's round that sizes do not change; None where nobody knows.
+    """Return seconds per direction of a client's round that do not depend on sizes; None if unknown.
 
-    Known where `fedvitals lab` kept the experiment. The lab is loaded only then, and needs torch: without it, None.
+    Known if `fedvitals lab` stored the experiment. The lab is only imported then, and needs torch: without it, None.
     """
     text = run.config.get("experiment")
     if run.host != "lab" or not isinstance(text, str) or "network" not in text:
@@ -288,7 +288,7 @@ def latency_of(run: Run, times: Sequence[RoundTime], transfers: Iterable[Transfe
 def latency_in(
     experiment: Experiment, times: Sequence[RoundTime], transfers: Iterable[Transfer]
 ) -> dict[str, float] | None:
-    """The same of an experiment; times the messages of a round, where a group exchanges after each step."""
+    """Return the same for an experiment; times the messages of a round, if a group exchanges after each step."""
     if experiment.network is None:
         return None
     from fedvitals.lab.network.virtual_clock import profile_of  # noqa: PLC0415 - it needs torch

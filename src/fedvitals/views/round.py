@@ -24,11 +24,11 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.outline import Known, known_metric
 
-SLOWEST = 10  # rounds that are named as the slowest
-NAMED = 5  # nodes that a line about waiting names
+SLOWEST = 10  # rounds listed as the slowest
+NAMED = 5  # nodes named in a line about waiting
 CLOCKS = {"real": "time.round", "virtual": "time.round_virtual"}
 SLOWEST_FIRST = ("time.client_virtual", "time.client")
-SHOWN = (  # metrics of a round's table, unless others are asked for; of these, what was measured
+SHOWN = (  # metrics of a round's table, unless others are requested; those of them that were measured
     "loss", "accuracy", "fit.loss_before", "fit.loss_after", "gradient.norm", "update.norm", "update.cosine_mean",
     "scale.gsc", "samples", "steps", "time.client", "time.client_virtual", "memory.resident", "traffic.sent",
     "traffic.received",
@@ -37,7 +37,7 @@ SHOWN = (  # metrics of a round's table, unless others are asked for; of these, 
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
-    """A stretch of time in a lane of the waterfall."""
+    """A period in a lane of the waterfall."""
 
     name: str
     start: float  # seconds since the round began
@@ -67,7 +67,7 @@ class Waited:
     whom: str
     nodes: tuple[str, ...]  # the first few
     count: int
-    seconds: float  # all of theirs
+    seconds: float  # total of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RoundLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPage:
-    """Everything that the page of a round shows; of a round that was not timed, its neighbours only."""
+    """Everything that the page of a round shows; for a round that was not timed, only its neighbours."""
 
     run: str
     round: int
@@ -90,19 +90,19 @@ class RoundPage:
     complete: bool = False  # False: it has no end yet, or it failed
     seconds: float | None = None
     headline: str = "Nothing of this round was timed."
-    kind: str | None = None  # what it is bound by
+    kind: str | None = None  # what bounds it
     share: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)  # of the critical path, by kind of work
     previous: int | None
     next: int | None
     slowest: tuple[RoundLength, ...]  # rounds, the longest first
-    place: int | None  # of this round among all, 1 is the longest
+    place: int | None  # rank of this round among all, 1 is the longest
     rounds: int
     path: tuple[LanePart, ...] = ()
     lanes: tuple[Lane, ...] = ()
     total: int = 0  # nodes
     waited: tuple[Waited, ...] = ()
-    folded: bool = False  # parts of some node are sums, laid out one after the other
+    folded: bool = False  # some node's parts are sums, drawn one after the other
     unaccounted: float | None = None  # largest share of a node's round that no part explains
     left_out: int = 0  # Spans that cannot be true
     in_turns: bool = False  # clients shared a process, so each waits for all the others
@@ -141,7 +141,7 @@ def round_page(
     limit: int = 200,
     offset: int = 0,
 ) -> RoundPage:
-    """A round's waterfall, its critical path and its neighbours; lanes of nodes are limited, the path is not."""
+    """Return a round's waterfall, critical path and neighbours; the lanes are limited, the path is complete."""
     rounds = reader.history(run).rounds()
     if number not in set(rounds):
         there = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no round yet."
@@ -190,13 +190,13 @@ def round_page(
 
 
 def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:
-    """Seconds of every round on a clock, from the federation's own metric."""
+    """Return the seconds of every round on a clock, from the federation's own metric."""
     rounds, values = reader.history(run).series(CLOCKS[clock], None)
     return {number: value for number, value in zip(rounds, values, strict=True) if math.isfinite(value)}
 
 
 def _ordered(time: RoundTime, path: CriticalPath, sort: str) -> list[NodeTime]:
-    """The server, the edges, then clients: whoever is on the path and the slowest first, or by name."""
+    """Return the server, the edges, then clients: those on the path and the slowest first, or by name."""
     if sort == "name":
         return list(time.nodes.values())
     on_path = {link.node for link in path.links}
@@ -227,7 +227,7 @@ def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]])
 
 
 def _path_parts(path: CriticalPath, time: RoundTime) -> list[LanePart]:
-    """The chain, link by link, each with the node whose work it is."""
+    """Return the chain link by link, each with the node that did the work."""
     parts = []
     for link in path.links:
         at = link.began - time.began
@@ -259,7 +259,7 @@ def round_table(
     limit: int = 100,
     offset: int = 0,
 ) -> RoundTable:
-    """The round's metrics, a row a node; by one of them, the largest first, or by «name»; else the slowest first."""
+    """Return the round's metrics, a row per node, sorted by a metric, by «name», or slowest first."""
     history = reader.history(run)
     measured = set(queries.metric_names(reader, run))
     wanted = [name for name in (names or SHOWN) if name in measured]

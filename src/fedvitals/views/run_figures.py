@@ -23,7 +23,7 @@ from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.machine import growth
 
-# The largest that a node or the whole has told of itself, in this order of preference.
+# The largest value reported by a node or the whole, in this order of preference.
 PEAKS = ("memory.peak", "memory.resident")
 
 
@@ -39,14 +39,14 @@ class Figures:
     seconds: ValuesByRound  # of each round
     virtual_seconds: ValuesByRound  # empty without a virtual clock
     peak_bytes: float | None  # the largest memory of any node
-    growth_bytes: float | None  # of the resident memory, from the first round to the last; the worst node's
+    growth_bytes: float | None  # of the resident memory, from the first round to the last; of the worst node
     norms: Mapping[str, ValuesByRound]  # of each client's update
     gsc: ValuesByRound  # median over the clients
-    layer_pairs: Mapping[str, ValuesByRound]  # the same between two layers that the user asked for, by «upper/lower»
+    layer_pairs: Mapping[str, ValuesByRound]  # likewise between two layers selected by the user, by «upper/lower»
     traffic: Traffic
     reached: tuple[AccuracyMilestone, ...]
     cases: tuple[Case, ...]
-    judged: bool  # whether detectors looked at all of it; if not, no findings mean nothing
+    judged: bool  # whether detectors examined all of it; if not, an absence of findings means nothing
 
 
 def figures_of(reader: Reader, run: str) -> Figures:
@@ -82,7 +82,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
 
 
 def federation(reader: Reader, run: str, name: str) -> ValuesByRound:
-    """The federation's own values, else the server's, else each round's median over the clients; see `newest`."""
+    """Return the federation's own values, else the server's, else each round's median client; see `newest`."""
     for node in (None, "server"):
         rounds, values = reader.history(run).series(name, node)
         if rounds:
@@ -93,7 +93,7 @@ def federation(reader: Reader, run: str, name: str) -> ValuesByRound:
         for number, value in values_of_node.items() if is_client(node) else ():
             by_round.setdefault(number, []).append(value)
     middle = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
-    # A round in which no client has a finite value is shown as such, not left out.
+    # A round without a finite client value is shown as such, not omitted.
     return {number: median(values) if values else math.nan for number, values in middle.items()}
 
 
@@ -107,24 +107,24 @@ def _peak(reader: Reader, run: str) -> float | None:
 
 
 def last(by_round: ValuesByRound) -> float | None:
-    """Return the newest value; None of nothing."""
+    """Return the newest value; None if there is none."""
     return next(reversed(by_round.values()), None) if by_round else None
 
 
 def highest(by_round: Mapping[int, float]) -> float | None:
-    """Return the largest finite value; None where there is none."""
+    """Return the largest finite value; None if there is none."""
     return max((v for v in by_round.values() if math.isfinite(v)), default=None)
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean of the finite values; None where there is none."""
+    """Return the mean of the finite values; None if there are none."""
     finite = [v for v in values if math.isfinite(v)]
     return math.fsum(finite) / len(finite) if finite else None
 
 
-# Reads a run's traffic by round, added up by the database.
+# Reads a run's traffic by round, summed by the database.
 #
-# The same sums as `analysis.traffic.traffic_of` makes from the messages themselves; no clients, no layers, no times.
+# The same sums as `analysis.traffic.traffic_of` computes from the messages; without clients, layers and times.
 
 
 def traffic_sums(reader: Reader, run: str) -> Traffic:

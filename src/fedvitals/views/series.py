@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces one sign over the rounds to as many points as a screen can show, keeping the extremes.
 
-A bucket is so and so many rounds by number, so that the buckets of all signs of a page line up. Spikes survive: each
-bucket tells its smallest and largest value. What was not measured is a gap, what was not finite is told as such.
+A bucket is a fixed number of round numbers, so that the buckets of all signs of a page line up. Spikes survive: each
+bucket has its smallest and largest value. What was not measured is a gap; values that are not finite are listed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fedvitals.views.metric_titles import in_words, metric_title
 Numbers = list[float | None]
 """Values for JSON: None where there is none, or none that is finite."""
 
-GAP = 1.5  # times the usual distance of two measured rounds, over which something is missing
+GAP = 1.5  # times the usual distance of two measured rounds, beyond which something is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One value a bucket; `low` and `high` are the extremes in it."""
+    """One value per bucket; `low` and `high` are its extremes."""
 
     name: str
     node: str | None  # None: the federation
     of: str  # whose values: «federation», «server», «median client», or the node's name
-    title: str  # the name for people
+    title: str  # the name for users
     unit: str
     meaning: str
     rounds: list[int]  # the first of each bucket
@@ -46,15 +46,15 @@ class Series:
     low: Numbers
     high: Numbers
     odd: list[int]  # rounds whose value was NaN or infinite
-    total: int  # measured rounds that these points stand for
+    total: int  # measured rounds that these points represent
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How a sign was spread over the clients in each bucket of rounds."""
+    """The spread of a sign over the clients in each bucket of rounds."""
 
     name: str
-    title: str  # the name for people
+    title: str  # the name for users
     unit: str
     meaning: str
     rounds: list[int]
@@ -74,7 +74,7 @@ def json_numbers(values: npt.ArrayLike) -> Numbers:
 
 
 def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:
-    """For each round the first round of its bucket; at most `points` buckets over all."""
+    """Return for each round the first round of its bucket; at most `points` buckets in total."""
     numbers = np.asarray(rounds, dtype=np.int64)
     if not len(numbers):
         return numbers
@@ -83,7 +83,7 @@ def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:
 
 
 def between(rounds: npt.ArrayLike, first: int | None, last: int | None) -> slice:
-    """The part of ascending rounds from `first` to `last`, both included."""
+    """Return the slice of ascending rounds from `first` to `last`, both included."""
     low = 0 if first is None else int(np.searchsorted(rounds, first, "left"))
     return slice(low, None if last is None else int(np.searchsorted(rounds, last, "right")))
 
@@ -97,7 +97,7 @@ def series(
     first: int | None = None,
     last: int | None = None,
 ) -> Series:
-    """A node's values, or the federation's own, else the server's."""
+    """Return a node's values, or the federation's own, else the server's."""
     return several_series(reader, run, (name,), (node,), points, first, last)[0]
 
 
@@ -110,7 +110,7 @@ def several_series(
     first: int | None = None,
     last: int | None = None,
 ) -> list[Series]:
-    """The series of each of these metrics of each of these nodes, see `series`, by one look at the store."""
+    """Return the series of these metrics for these nodes, as in `series`, with one query."""
     known = series_of(reader, run, names, (*nodes, *(["server"] if None in nodes else ())))
     shown = []
     for name, node in product(names, nodes):
@@ -127,7 +127,7 @@ def several_series(
 
 
 def median_series(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Series:
-    """Each round's median over the clients, for want of a value of the federation."""
+    """Return each round's median over the clients, used if there is no value of the federation."""
     low, high = matrix.span(first, last)
     middle = np.asarray(matrix.band().median)[low:high]
     seen = np.isfinite(middle)
@@ -160,15 +160,15 @@ def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], value
 
 
 def stretches(buckets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where each bucket begins and ends among the rounds."""
+    """Return where each bucket begins and ends among the rounds."""
     begins = np.unique(buckets, return_index=True)[1].tolist()
     return list(zip(begins, [*begins[1:], len(buckets)][: len(begins)], strict=True))
 
 
 def _open_gaps(rounds: list[int], last: list[int], columns: Sequence[Numbers]) -> None:
-    """An empty point wherever more is missing than usual: a model that is evaluated every fifth round has no gaps."""
+    """Insert an empty point where more is missing than usual: a model evaluated every fifth round has no gaps."""
     steps = np.asarray(rounds[1:]) - np.asarray(last[:-1])
-    usual = np.median(steps) if len(steps) > 1 else 1.0  # two points make no rhythm
+    usual = np.median(steps) if len(steps) > 1 else 1.0  # two points have no rhythm
     missing = np.flatnonzero(steps > GAP * usual)
     for i in reversed(missing.tolist()):
         rounds.insert(i + 1, last[i] + 1)
@@ -178,7 +178,7 @@ def _open_gaps(rounds: list[int], last: list[int], columns: Sequence[Numbers]) -
 
 
 def band(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Band:
-    """The cohort of each round; of a bucket of rounds the outermost of each line, so that no spike is lost."""
+    """Return the cohort of each round; for a bucket of rounds the extreme of each line, so that no spike is lost."""
     cohort, part = matrix.band(), slice(*matrix.span(first, last))
     numbers = np.asarray(cohort.rounds, dtype=np.int64)[part]
     lines = [np.asarray(line)[part] for line in (cohort.min, cohort.p5, cohort.median, cohort.p95, cohort.max)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long names, shortened in one way: numbers of nodes by their last digits, other names to the part that differs.
+"""Shortens long names in one way: numbers of nodes to their last digits, other names to the part that differs.
 
-For tables and pictures. Sentences and details have the whole name, so that it can be copied.
+For tables and plots. Sentences and details have the full name, so that it can be copied.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-LONG = 12  # digits, from which nobody reads a number to its end
-TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (parts/who.js)
+LONG = 12  # digits from which nobody reads a number to its end
+TAIL = 6  # digits shown of such a number; the dashboard shows as many (parts/who.js)
 
 
 def short(node: str) -> str:
-    """Return the last digits of a long number, «…474769»; any other name as it is."""
+    """Return the last digits of a long number, «…474769»; any other name unchanged."""
     return f"…{node[-TAIL:]}" if len(node) >= LONG and node.isascii() and node.isdigit() else node
 
 
 def differing_parts(names: Sequence[str], most: int) -> list[str]:
-    """Return names in at most `most` characters each, those that are longer by the part in which they differ.
+    """Return names in at most `most` characters each, longer ones reduced to the part in which they differ.
 
-    Words that all longer names begin with are replaced by «…»: «…lr0.1-seed3». What is still too long loses its middle.
+    Words at the beginning that all longer names share are replaced by «…»: «…lr0.1-seed3». If a name is still too long,
+    its middle is cut.
     """
     longer = {name for name in names if len(name) > most}
     shared = _shared_beginning(*longer) if len(longer) > 1 else ""
@@ -43,7 +44,7 @@ def _shared_beginning(*names: str) -> str:
 
 
 def distinct_beginnings(names: Sequence[str], least: int) -> list[str]:
-    """Return of each name a beginning that no other has, at least `least` characters; the whole name where none is."""
+    """Return a unique beginning of each name, at least `least` characters; the full name if there is none."""
     ordered = sorted(set(names))
     needed = {}
     for before, name, after in zip(["", *ordered], ordered, [*ordered[1:], ""], strict=False):

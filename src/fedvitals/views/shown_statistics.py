@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of layers as pictures show them: a layer without a finite value is NaN, and never 0."""
+"""Statistics of layers as plots show them: a layer without a finite value is NaN, never 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS = frozenset({"count", "zeros", "nans", "infs", "finite", "sparsity"})
 def shown_statistic(family: str, matrix: Any, statistic: str) -> NDArray[np.float64]:
     """Return one statistic of every layer, `[..., layers, columns]` → `[..., layers]`, as `stats.derive` does.
 
-    Sums leave out what is not finite, so that those of a layer full of NaN are 0; here they are NaN. Counts stay.
+    Sums exclude values that are not finite, so that those of a layer full of NaN are 0; here they are NaN. Counts stay.
     """
     values = np.asarray(derive(family, matrix, statistic), np.float64)
     if FAMILIES[family].columns is not STATISTICS or statistic in COUNTS:
@@ -26,5 +26,5 @@ def shown_statistic(family: str, matrix: Any, statistic: str) -> NDArray[np.floa
 
 
 def measured_layers(family: str, matrix: Any) -> NDArray[np.bool_] | None:
-    """Return which layers were measured, `[..., layers]`, so that NaN is told from absence; None: not known."""
+    """Return which layers were measured, `[..., layers]`, to distinguish NaN from absence; None if unknown."""
     return derive(family, matrix, "count") > 0 if FAMILIES[family].columns is STATISTICS else None

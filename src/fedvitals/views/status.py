@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what every page shows of a run at its edges: state, progress, and what of it was measured."""
+"""Computes what every page shows of a run in its header and footer: state, progress, and what was measured."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fedvitals.views.cases import cases_of
 from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
 
-LAB_ROUNDS = 10  # of an experiment that does not say how many
+LAB_ROUNDS = 10  # for an experiment that does not set it
 RunState = Literal["running", "silent", "died", "finished"]
-# Seconds without a record; a run that lives records that it does every ten. «silent»: a process is there that may write
-# to it, but it is stopped, or its machine is. «died»: there is none, as far as can be seen from here.
+# Seconds without a record; a live run records a heartbeat every ten. «silent»: a process that may write to it exists,
+# but it or its machine is suspended. «died»: there is none, as far as is visible from here.
 SILENT, DIED = 60.0, 45.0
 
 
@@ -61,13 +61,13 @@ class Status:
     accuracy: float | None
     loss: float | None
     round_seconds: float | None  # of the newest round
-    bytes: int | None  # of the training, on the wire so far
-    telemetry_bytes: int | None  # fedvitals' own, beside these
+    bytes: int | None  # of the training, transferred so far
+    telemetry_bytes: int | None  # fedvitals' own, in addition
     findings: int
     lost: int
-    thinned: int  # client-rounds whose layer statistics were left out
-    cost_percent: float | None  # measuring, of the rounds' time
-    probes: str  # that measured, as they were chosen: «standard»; empty where that is not known
+    thinned: int  # client-rounds whose layer statistics were omitted
+    cost_percent: float | None  # of measuring, relative to the rounds' time
+    probes: str  # the preset that measured, as chosen: «standard»; empty if unknown
     privacy: str
     metrics: tuple[Known, ...]
     families: tuple[FamilyKnown, ...]
@@ -76,7 +76,7 @@ class Status:
 
 
 def store_status(reader: Reader, shown: str) -> StoreStatus:
-    """Read the state of the store; `shown`: its name for people."""
+    """Read the state of the store; `shown`: its name for users."""
     return StoreStatus(shown, __version__, count_runs(reader))
 
 
@@ -121,7 +121,7 @@ def state_of(
     written: bool = False,
     now: float | None = None,
 ) -> RunState:
-    """Return what a run does: `written` tells whether a process is there that may write to it still."""
+    """Return a run's state; `written`: whether a process exists that may still write to it."""
     if finished is not None:
         return "finished"
     heard = started if last_record is None else last_record
@@ -132,7 +132,7 @@ def state_of(
 
 
 def run_states(reader: Reader, now: float | None = None) -> dict[str, RunState]:
-    """Return what each run of the store does, by its id."""
+    """Return the state of each run of the store, by its id."""
     heads, last = [*run_heads(reader)], last_records_of_open_runs(reader)
     newest = max((run.started or 0.0 for run in heads if run.finished is None), default=None)
     written = writers(reader)
@@ -149,14 +149,14 @@ def run_states(reader: Reader, now: float | None = None) -> dict[str, RunState]:
 
 
 def planned_rounds(run: Run) -> int | None:
-    """How many rounds there shall be, where the host or the user has told."""
+    """Return the planned number of rounds, if the host or the user has set it."""
     for name in ("rounds", "num_rounds", "num_server_rounds"):
         planned = run.config.get(name)
         if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0:
             return planned
     experiment = run.config.get("experiment")
     if run.host == "lab" and isinstance(experiment, str):
-        # What is as by default is not written down; a table after it may have rounds of its own.
+        # Defaults are not written; a table after it may have its own rounds.
         written = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
         return int(written[1]) if written else LAB_ROUNDS
     return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the times of some rounds, of as many as can be read while a person waits: the newest, unless others are named.
+"""Reads the times of as many rounds as can be read interactively: the newest, unless others are named.
 
-Who is waited for, and what would help, is computed from these by every front end. `fedvitals profile` reads all rounds
-of a run; so does this where a run is not too large, and says which ones where it is.
+Every front end computes from these who is waited for, and what would help. `fedvitals profile` reads all rounds of a
+run; so does this if a run is not too large, and otherwise reports which ones.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fedvitals.store.read.spans import count_between, count_spans, records_betwe
 from fedvitals.views.memo import remembered
 
 R = TypeVar("R", Span, Transfer)
-SPANS = 4000  # that are read unless somebody asks for more: a third of a second
-MOST_SPANS = 20_000  # that are read at all: a second or two
-ROUNDS = 50  # that are looked at unless somebody asks for more
+SPANS = 4000  # read unless more are requested: a third of a second
+MOST_SPANS = 20_000  # the most that are ever read: a second or two
+ROUNDS = 50  # read unless more are requested
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which rounds were looked at."""
+    """Which rounds were read."""
 
     first: int | None
     last: int | None
     rounds: int
-    of: int  # rounds that the run has
-    narrowed: bool  # fewer than were asked for, since they would be too many Spans
+    of: int  # the run's number of rounds
+    narrowed: bool  # fewer than requested, since they would be too many Spans
 
 
 class TimedRounds(NamedTuple):
@@ -46,17 +46,17 @@ class TimedRounds(NamedTuple):
     window: Window
     times: list[RoundTime]
     paths: list[CriticalPath]
-    left_open: int | None  # a round without an end: nothing of it is in here
+    left_open: int | None  # a round without an end, which is not included
 
 
 class AskedRounds(NamedTuple):
-    """Which rounds of a run somebody asks for, and what the answer depends on."""
+    """The requested rounds of a run, and what the answer depends on."""
 
     run: str
     clock: str | None
     window: Window
     key: Hashable
-    sign: object  # changes with the records that the answer is made from
+    sign: object  # changes with the records behind the answer
 
 
 def asked_rounds(
@@ -71,7 +71,7 @@ def asked_rounds(
 
 
 def timed_rounds(reader: Reader, asked: AskedRounds) -> TimedRounds:
-    """Read the rounds that were asked for; once, for all who ask for the same."""
+    """Read the requested rounds; once, for all who request the same."""
     return remembered(reader, "rounds", asked.key, asked.sign, lambda: _read(reader, asked))
 
 
@@ -87,14 +87,14 @@ def _read(reader: Reader, asked: AskedRounds) -> TimedRounds:
 
 
 def without_open_round(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | None]:
-    """Return the rounds without the last one, where a run is open and that has no end; and that one's number."""
+    """Return the rounds without an unfinished last one of an open run, and the number of that round."""
     if run.finished is not None or not times or times[-1].complete:
         return times, None
     return times[:-1], times[-1].round
 
 
 def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> Window:
-    """Choose the newest of the rounds that are asked for, as many as can be read in a moment."""
+    """Choose the newest of the requested rounds, as many as can be read in a moment."""
     every = reader.history(run).rounds()
     asked = [n for n in every if (first is None or n >= first) and (last is None or n <= last)]
     chosen = first is not None or last is not None

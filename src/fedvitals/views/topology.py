@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes who talked to whom in a round: nodes with their groups and health, and the bytes between them.
+"""Computes who exchanged messages in a round: nodes with their groups and health, and the bytes between them.
 
-Of many clients, those that are well stand as one dot for each group, with their number; whoever is ill keeps a dot.
+With many clients, the healthy ones of each group are one dot with their number; an unhealthy client keeps its own dot.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fedvitals.time_parts import SERVER
 from fedvitals.views.cases import case_key, cases_of, failures_by_client
 
 KINDS = {"hierarchical": "tree", "ring_stars": "tree", "clustered": "clusters", "rings": "rings", "ring": "rings"}
-DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are well are counted
-MOST_DOTS = 1500  # of other pictures than trees, whose leaves stand in one line
-ILL = 120  # of these, at most so many that are ill
+DOTS = {"tree": 200}  # nodes with their own dot; with more, the healthy ones are only counted
+MOST_DOTS = 1500  # for other pictures than trees, whose leaves are in one line
+ILL = 120  # of these, the most unhealthy ones
 HEALTHS = ("critical", "warning", "note", "failed", "ok", "absent")  # the worst first
-AMOUNTS = ("bytes", "raw_bytes", "messages", "share")  # of an edge, after its two ends
-SHARED = 20  # changes of the groups that are told
+AMOUNTS = ("bytes", "raw_bytes", "messages", "share")  # amounts of an edge, after its two ends
+SHARED = 20  # changes of the groups that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
-    """A node of the picture, or several that stand as one."""
+    """A node of the picture, or several shown as one."""
 
     name: str
     role: str  # «server», «group» (an edge, cluster or ring), «client», «clients» (several as one)
@@ -44,13 +44,13 @@ class PlacedNode:
     sent: float
     received: float
     present: bool  # in this round
-    count: int = 1  # clients that it stands for
+    count: int = 1  # clients that it represents
     members: tuple[str, ...] = ()  # some of them
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedEdge:
-    """What went from one node to another."""
+    """The bytes sent from one node to another."""
 
     sender: str
     receiver: str
@@ -74,7 +74,7 @@ class TopologyPage:
     """Everything that the page of the topology shows."""
 
     run: str
-    topology: str | None  # as the run says
+    topology: str | None  # as named by the run
     kind: str  # «star», «clusters», «tree», «rings»: how it is drawn
     round: int
     first: int
@@ -84,15 +84,15 @@ class TopologyPage:
     clients: int  # in the run
     took_part: int
     groups: int
-    joined: bool  # clients that are well stand together
+    joined: bool  # whether healthy clients are joined
     bytes: float
     kinds: tuple[KindBytes, ...]
     changed: tuple[int, ...]  # rounds in which the groups changed
-    told: bool  # whether any transfer of this round was told
+    told: bool  # whether any transfer of this round was recorded
 
 
 def topology_page(reader: Reader, run: str, number: int | None = None, *, most: int | None = None) -> TopologyPage:
-    """The federation as it was in a round, else in the newest."""
+    """Return the federation as it was in a round, else in the newest."""
     rounds = reader.history(run).rounds()
     if not rounds:
         raise ConfigError(f"The run {run} has no round yet.")
@@ -104,7 +104,7 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
     groups, changed = _groups(reader, run, at)
     named = {node for node in reader.history(run).nodes() if node != SERVER}
     nodes = _nodes(reader, run, at, messages, groups, named)
-    # Telemetry goes to the server past every edge.
+    # Telemetry bypasses the edges on its way to the server.
     edges = _edges(message for message in messages if message[2] != TELEMETRY)
     kind = _kind(described.topology, messages, groups)
     joined = len(nodes) > (DOTS.get(kind, MOST_DOTS) if most is None else most)
@@ -132,7 +132,7 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
 
 
 def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]], list[int]]:
-    """Who belongs together in a round, in the order that was told; and the rounds in which that changed."""
+    """Return the members of each group in a round, as reported, and the rounds in which the groups changed."""
     groups: dict[str, list[str]] = {}
     changed = []
     for event in reader.history(run).events("groups"):
@@ -145,7 +145,7 @@ def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]]
                     for group, nodes in event.data.items()
                     if isinstance(nodes, list | tuple)
                 }
-    if not groups:  # a host that tells no groups may still name each client's
+    if not groups:  # a host that reports no groups may still name each client's
         members = groups_of_spans(reader, run, number)
         for group, node in sorted(members, key=lambda row: natural(row[1])):
             if is_client(node):
@@ -211,13 +211,13 @@ def _health(case: Case | None, *, failed: bool, present: bool) -> str:
 
 
 def _present(reader: Reader, run: str, number: int) -> set[str]:
-    """Who trained or sent an update in a round."""
+    """Return the nodes that trained or sent an update in a round."""
     history = reader.history(run)
     return {*history.latest("steps", number), *history.latest("update.norm", number)}
 
 
 def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:
-    """Of each node or group the worst case that was open in a round; muted ones are not told."""
+    """Return the worst case of each node or group that was open in a round, without muted ones."""
     muted = {mark.target for mark in marks(reader, run) if mark.kind == "muted"}
     worst: dict[str, Case] = {}
     for case in cases_of(reader, run, number):
@@ -230,7 +230,7 @@ def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:
 
 
 def _edges(messages: Iterable[Message]) -> list[PlacedEdge]:
-    """One edge a pair and direction, the largest first."""
+    """Return one edge per pair and direction, the largest first."""
     sums: dict[tuple[str, str], tuple[float, float, int]] = {}
     for sender, receiver, _, size, raw, count in messages:
         known = sums.get((sender, receiver), (0.0, 0.0, 0))
@@ -249,7 +249,7 @@ def _kinds(messages: Iterable[Message]) -> tuple[KindBytes, ...]:
 
 
 def _join(nodes: list[PlacedNode], edges: list[PlacedEdge]) -> tuple[list[PlacedNode], list[PlacedEdge]]:
-    """Clients that are well, or not there, as one node for each group; the ill ones as they are."""
+    """Return healthy and absent clients as one node per group; unhealthy ones unchanged."""
     ill = [node for node in nodes if node.role == "client" and node.health not in ("ok", "absent")]
     ill.sort(key=lambda node: HEALTHS.index(node.health))
     alone = {node.name for node in ill[:ILL]}

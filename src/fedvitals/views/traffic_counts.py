@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up what a run has sent, every message once, reading only what is new since the last time.
+"""Sums what a run has sent, every message once, reading only rows that are new since the last call.
 
-A page wants it again and again: only what is new is added up.
+A page needs it again and again, so only new rows are added.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fedvitals.views.matrix import memory_of
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Bytes on the wire."""
+    """Total bytes transferred."""
 
     bytes: int  # of the training
     telemetry: int  # fedvitals' own
 
 
 def traffic_total(reader: Reader, run: str) -> Total | None:
-    """None where no message was told of. The same sums as `Traffic.bytes` and `Traffic.telemetry_bytes`."""
+    """Return the totals; None if no message was recorded. As `Traffic.bytes` and `Traffic.telemetry_bytes`."""
     memory = memory_of(reader)
     since, known = memory.get(("traffic", run), (0, None))
     news = bytes_since(reader, run, TELEMETRY, since)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats numbers for people: three digits, a unit, thin spaces between thousands.
 
-The dashboard's `static/format.js` has the same rules; `tests/number_cases.json` holds both to them. Only the spaces
-differ: a terminal and a report want plain ones before a unit.
+The dashboard's `static/format.js` has the same rules; `tests/number_cases.json` checks both. Only the spaces differ: a
+terminal and a report use plain ones before a unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _THREE = Context(prec=3, rounding=ROUND_HALF_UP)
 
 
 def _unusual(value: float | None) -> str | None:
-    """What is said of a value that is no finite number; None if it is one."""
+    """Return the text for a value that is no finite number; None if it is one."""
     if value is None:
         return NONE
     if math.isnan(value):
@@ -39,7 +39,7 @@ def _thousands(whole: int) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits, whole numbers under ten million in full, and the unit as it is given."""
+    """Return three significant digits, integers under ten million in full, and the unit as given."""
     word = _unusual(value)
     if word is not None or value is None:
         return word or NONE
@@ -57,7 +57,7 @@ def _size(size: float) -> str:
 
 
 def size(value: float | None, unit: str = "B") -> str:
-    """Bytes."""
+    """Return an amount of bytes."""
     word = _unusual(value)
     if word is not None or value is None:
         return word or NONE
@@ -93,7 +93,7 @@ def _pair(count: int, many: int, large: str, small: str) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share between 0 and 1, as per cent."""
+    """Return a share between 0 and 1 as per cent."""
     word = _unusual(share)
     if word is not None or share is None:
         return word or NONE
@@ -101,19 +101,19 @@ def percent(share: float | None) -> str:
 
 
 def whole_percent(share: float | None) -> str:
-    """A share of which whole per cent are as much as anybody knows; a probability is `records.certainty`."""
+    """Return a share in whole per cent, if more digits would be meaningless; for a probability, see `certainty`."""
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
 def compared(value: float | None, unit: str) -> str:
-    """A number of a comparison of runs: «never» for rounds that were not reached, «3 ×» for factors."""
+    """Return a number of a comparison of runs: «never» for rounds that were not reached, «3 ×» for factors."""
     if value is None and unit == "rounds":
         return "never"
     return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
 def with_unit(value: float | None, unit: str) -> str:
-    """A metric's value in the catalogue's unit, as people write it."""
+    """Return a metric's value in the catalogue's unit, formatted for people."""
     known = {"seconds": seconds, "s": seconds, "bytes": size, "B": size, "share": percent}
     word = _unusual(value)
     if word is not None:

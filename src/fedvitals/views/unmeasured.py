@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what was not measured in a run and why, and what was measured how seldom."""
+"""Reports what was not measured in a run and why, and how often the rest was measured."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import count_client_rounds, values_in_rounds
 from fedvitals.store.read.reader import Reader
 
-# A metric that each measurement of a probe gives once, and what the probe is called: of probes that take turns.
+# A metric that each measurement of a probe yields once, and the probe's name: for probes that take turns.
 TAKING_TURNS = {"fit.samples": "fit", "scale.images": "gradient scale", "nonlinearity.nlc": "nonlinearity"}
-SAMPLED = ("fit.samples", "scale.images")  # those of them whose value is the number of samples
-# Percent of the training's work that a preset grants them; every client-round where none is stated.
+SAMPLED = ("fit.samples", "scale.images")  # those whose value is the number of samples
+# Percent of the training's work that a preset allows them; every client-round if none is stated.
 BUDGETS = {
     LIGHT: {"fit": LIGHT_FIT_PERCENT},
     STANDARD: {"fit": FIT_PERCENT, "gradient scale": SCALE_PERCENT},
     DEEP: {},
     OWN: {"fit": OWN_FIT_PERCENT},
 }
-ABSTAINS = "probe.abstains"  # the event in which a probe says what it does not measure
-LOOKED_AT = 5  # newest rounds that tell on how many samples a probe measures
+ABSTAINS = "probe.abstains"  # the event in which a probe reports what it does not measure
+LOOKED_AT = 5  # newest rounds in which a probe's number of samples is looked up
 
 MASKED = "updates that are seen one by one, which secure aggregation hides"
 HIDDEN = "updates that are seen one by one, which this federation hides (secure aggregation or differential privacy)"
@@ -45,13 +45,13 @@ UNSEEN = (
 
 @dataclass(frozen=True, slots=True)
 class Seldom:
-    """A probe that takes turns: in how many client-rounds it measured, on how many samples, and what limits it."""
+    """A probe that takes turns: in how many client-rounds it measured, on how many samples, and its limit."""
 
     probe: str
     measured: int
     client_rounds: int
-    samples: float | None  # in a measurement, as a median; None: not told
-    budget: float | None  # percent of the training's work; None: no limit is known
+    samples: float | None  # per measurement, as a median; None: not reported
+    budget: float | None  # percent of the training's work; None: no known limit
 
     @property
     def text(self) -> str:
@@ -63,9 +63,9 @@ class Seldom:
 
 
 def seldom_measured(reader: Reader, run: str, preset: str, rounds: Sequence[int]) -> list[Seldom]:
-    """Return what is known of the probes that take turns, as far as they measured anything.
+    """Return what is known of the probes that take turns, if they measured anything.
 
-    `preset`: its name, «standard+own» where the user has added probes. `rounds`: those of the run, ascending.
+    `preset`: its name, «standard+own» if the user has added probes. `rounds`: those of the run, ascending.
     """
     counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
     values = values_in_rounds(reader, run, SAMPLED, rounds[-LOOKED_AT:]) if rounds else {}
@@ -80,13 +80,13 @@ def seldom_measured(reader: Reader, run: str, preset: str, rounds: Sequence[int]
 
 
 def absent_metrics(reader: Reader, run: str, seen: Collection[str], *, level: int, hides: bool) -> dict[str, str]:
-    """Return the metrics that a person could have had and what they would have needed, by metrics of one reason.
+    """Return the metrics that could have been measured and what they would have needed, grouped by reason.
 
     `seen`: metrics that the run has. `level`: of privacy. `hides`: whether the host said that it hides single clients.
     """
     transformed = queries.events(reader, run, name="updates.transformed")
     masked = any("secure_aggregation" in event.data for event in transformed)
-    unseen = "steps" in seen and "update.norm" not in seen  # clients train in our sight, and send elsewhere
+    unseen = "steps" in seen and "update.norm" not in seen  # clients train within view, but send elsewhere
     of_updates = MASKED if masked else HIDDEN if hides else UNSEEN if unseen else None
     abstained = _abstentions(queries.events(reader, run, name=ABSTAINS))
     groups: dict[str, list[str]] = {}
@@ -103,7 +103,7 @@ def absent_metrics(reader: Reader, run: str, seen: Collection[str], *, level: in
 
 
 def _abstentions(events: Sequence[Event]) -> Mapping[str, str]:
-    """Return by probe why it abstained, as it said first."""
+    """Return for each probe why it abstained, as first reported."""
     reasons: dict[str, str] = {}
     for event in events:
         probe = str(event.data.get("doing") or "").removeprefix("the probe ").strip("'")

@@ -3,9 +3,9 @@
 
 Only directions count: every sketch is scaled to length 1, so that the squared distance of two clients is 2 − 2·cosine,
 and the plane is the one that keeps most of these distances (principal components, which on this geometry is classical
-scaling). All sketches of a run are made by one projection, so that rounds can share one plane: that of some rounds
-together, spread over the run. In it points move from round to round only as updates do, and a trail is a way. The plane
-of a single round shows more of that round; it is turned (orthogonal Procrustes) to the run's, lest it flip.
+scaling). All sketches of a run use one projection, so that rounds can share one plane: that of some rounds combined,
+spread over the run. In it points move from round to round only as updates do, and a trail is a path. The plane of a
+single round shows more of that round; it is aligned (orthogonal Procrustes) with the run's, so that it does not flip.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fedvitals.store.read import sketches as read_sketches
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import Remembered
 
-MOST_ROUNDS = 10_000  # that a slider is told of
+MOST_ROUNDS = 10_000  # listed for a slider
 MOST_POINTS = 5_000
 MOST_SIMILAR = 300  # clients in the matrix
-TRAIL = 8  # rounds behind the one that is shown
-POOLED = 16  # rounds that make a run's plane
-LAYOUTS, PLANES = 512, 16  # that are remembered
+TRAIL = 8  # previous rounds
+POOLED = 16  # rounds that define a run's plane
+LAYOUTS, PLANES = 512, 16  # the most that are cached
 Kind = Literal["run", "round"]
 
 
@@ -40,8 +40,8 @@ class Layout:
 
     names: tuple[str, ...]
     points: Array  # [clients, 2]
-    axes: Array  # [256, 2]: what the plane is spanned by
-    shares: tuple[float, float]  # of the clients' spread that each axis shows
+    axes: Array  # [256, 2]: the vectors that span the plane
+    shares: tuple[float, float]  # share of the clients' spread that each axis shows
     unusable: int  # sketches that are zero or not finite: they have no direction
 
 
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a client's update was in one round."""
+    """The position of a client's update in one round."""
 
     round: int
     x: float
@@ -67,12 +67,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """Cosines of clients' updates, neighbours beside each other."""
+    """Cosines of clients' updates, with similar clients next to each other."""
 
     names: list[str]
     values: str  # base64 of little-endian float32, [names × names]
     total: int  # clients in the round
-    chosen: str  # which of them these are
+    chosen: str  # which of them were selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +80,26 @@ class UpdateMap:
     """The map of a round."""
 
     round: int | None  # None: the run has no sketches
-    rounds: list[int]  # that have sketches
+    rounds: list[int]  # with sketches
     points: list[Point]
     total: int
     unusable: int
     shares: list[float]
-    trail: list[Step]  # of the chosen client, oldest first, the shown round last
+    trail: list[Step]  # of the selected client, oldest first, ending with the shown round
     similarity: Similarity | None
 
 
 class Layouts:
-    """Planes of runs and layouts of rounds, remembered as long as no further sketch comes. One for all requests."""
+    """Planes of runs and layouts of rounds, cached until another sketch arrives. Shared by all requests."""
 
     def __init__(self) -> None:
         self._known = Remembered[tuple[str, Kind, int], Layout](LAYOUTS)
         self._planes = Remembered[str, Array](PLANES)
 
     def _plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> tuple[int, Array]:
-        """The axes that all rounds of a run share, [256, 2]; before them, what changes with them."""
+        """Return the axes shared by all rounds of a run, [256, 2]; before them, a value that changes with them."""
         chosen = pooled_rounds(rounds)
-        # Only their hash: each layout that is remembered holds it.
+        # Only their hash: each cached layout contains it.
         sign = hash(tuple((number, read_sketches.sketch_count(reader, run, number)) for number in chosen))
 
         def axes() -> Array:
@@ -108,14 +108,14 @@ class Layouts:
         return sign, self._planes.get(run, sign, axes)
 
     def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int, kind: Kind = "run") -> Layout:
-        """Of the round at this place among the rounds that have sketches."""
+        """Return the layout of the round at this index among the rounds that have sketches."""
         number, (sign, plane) = rounds[at], self._plane(reader, run, rounds)
         own = read_sketches.sketch_count(reader, run, number), sign
         return self._known.get((run, kind, number), own, lambda: layout_of(sketches(reader, run, number), plane, kind))
 
 
 def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
-    """Some rounds, spread over all. As a run grows, one joins now and then, and the others stay as long as they can."""
+    """Return some rounds, spread over all. As a run grows, one is added now and then, and the others mostly stay."""
     step = 1
     while len(rounds) > step * POOLED:
         step *= 2
@@ -123,12 +123,12 @@ def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
 
 
 def rounds_with_sketches(reader: Reader, run: str) -> list[int]:
-    """Ascending; the newest where there are very many. Only rounds with sketches of the run's newest version."""
+    """Return the rounds, ascending, with sketches of the run's newest version; only the newest of very many."""
     return read_sketches.rounds_with_sketches(reader, run, MOST_ROUNDS)
 
 
 def sketches(reader: Reader, run: str, round_index: int) -> dict[str, Array]:
-    """Each client's newest sketch of a round; of one length, that of most."""
+    """Return each client's newest sketch of a round, all of the most frequent length."""
     stored = read_sketches.sketches_of_round(reader, run, round_index)
     newest = {node: values for node, values in stored.items() if is_client(node)}
     sizes = Counter(len(values) for values in newest.values())
@@ -138,7 +138,7 @@ def sketches(reader: Reader, run: str, round_index: int) -> dict[str, Array]:
 
 
 def layout_of(vectors: Mapping[str, Array], plane: Array | None = None, kind: Kind = "round") -> Layout:
-    """The vectors' directions in the plane; of kind «round», in their own, turned to that one."""
+    """Return the vectors' directions in the plane; for kind «round», in their own plane, aligned with that one."""
     names, units = directions(vectors)
     centred = units - units.mean(axis=0) if len(names) else units
     fits = plane is not None and plane.shape[0] == centred.shape[1]
@@ -154,14 +154,14 @@ def layout_of(vectors: Mapping[str, Array], plane: Array | None = None, kind: Ki
 
 
 def plane_of(rounds: Sequence[Array]) -> Array:
-    """The axes along which clients differ most from their round's mean, over some rounds of directions."""
+    """Return the axes along which clients differ most from their round's mean, over some rounds of directions."""
     widths = Counter(units.shape[1] for units in rounds if len(units) > 1)
     usual = widths.most_common(1)[0][0] if widths else 0
     return _components([units - units.mean(axis=0) for units in rounds if len(units) > 1 and units.shape[1] == usual])
 
 
 def directions(vectors: Mapping[str, Array]) -> tuple[list[str], Array]:
-    """The vectors that have a direction, as rows of length 1: neither zero nor anything that is not finite."""
+    """Return the vectors that have a direction as rows of length 1: not zero, and finite."""
     if not vectors:
         return [], np.empty((0, 0))
     rows = np.stack([*vectors.values()])
@@ -173,18 +173,18 @@ def directions(vectors: Mapping[str, Array]) -> tuple[list[str], Array]:
 
 
 def _components(parts: Sequence[Array]) -> Array:
-    """The first two principal axes of rows that are centred, as columns; zeros where there is no spread to show."""
+    """Return the first two principal axes of centred rows, as columns; zeros if there is no spread to show."""
     width = parts[0].shape[1] if parts else 0
     axes = np.zeros((width, 2))
     if sum(len(part) for part in parts) < 2:
         return axes
     if len(parts) == 1 and len(parts[0]) <= width:
-        # The smaller of the two products has the same components, and takes a fraction of the time.
+        # The smaller of the two products has the same components, in a fraction of the time.
         powers, inner = np.linalg.eigh(parts[0] @ parts[0].T)
         vectors = parts[0].T @ inner
     else:
         products = np.zeros((width, width))
-        for part in parts:  # one at a time: all of them at once would take half a megabyte for each round
+        for part in parts:  # one at a time: all at once would take half a megabyte per round
             products += part.T @ part
         powers, vectors = np.linalg.eigh(products)
     powers, vectors = np.maximum(powers[::-1], 0.0), vectors[:, ::-1]
@@ -192,13 +192,13 @@ def _components(parts: Sequence[Array]) -> Array:
         size = float(np.linalg.norm(vectors[:, i]))
         if powers[i] > 1e-12 * powers.sum() and size > 0:
             axis = vectors[:, i] / size
-            # Components have no sign of their own: the longer tail to the right.
+            # The sign of a component is arbitrary: the longer tail is to the right.
             axes[:, i] = axis if sum(np.sum((part @ axis) ** 3) for part in parts) >= 0 else -axis
     return axes
 
 
 def _turn(axes: Array, to: Array) -> Array:
-    """The rotation or reflection that brings these axes as near to those as they come."""
+    """Return the rotation or reflection that brings these axes as close as possible to those."""
     left, _, right = np.linalg.svd(axes.T @ to)
     return np.asarray(left @ right)
 
@@ -209,7 +209,7 @@ def cosines(units: Array) -> Array:
 
 
 def alike_in_order(similar: Array) -> list[int]:
-    """An order in which neighbours are alike: the leaves of an average-linkage tree, branches turned to fit."""
+    """Return an order in which neighbours are similar: the leaves of an average-linkage tree, branches flipped."""
     count = len(similar)
     if count == 0:
         return []
@@ -229,7 +229,7 @@ def alike_in_order(similar: Array) -> list[int]:
 
 
 def _facing(left: list[int], right: list[int], far: Array) -> list[int]:
-    """Both in a row, with those ends together that are nearest to each other."""
+    """Join both in a row, with the ends together that are closest to each other."""
     ways = (
         (left, right), (left, right[::-1]), (left[::-1], right), (left[::-1], right[::-1]),
     )  # fmt: skip
@@ -238,7 +238,7 @@ def _facing(left: list[int], right: list[int], far: Array) -> list[int]:
 
 
 def similarity(layout: Layout, units: Array, suspects: Sequence[str] = ()) -> Similarity:
-    """The matrix of cosines, of at most 300 clients: half of them the suspects and who is least like the others.
+    """Return the matrix of cosines, of at most 300 clients: half of them the suspects and the least typical ones.
 
     `units`: the directions of the layout's clients.
     """
@@ -256,7 +256,7 @@ def similarity(layout: Layout, units: Array, suspects: Sequence[str] = ()) -> Si
 
 def _representatives(layout: Layout, units: Array, suspects: Sequence[str]) -> npt.NDArray[np.int64]:
     suspected = {name: -len(suspects) + i for i, name in enumerate(suspects)}
-    typical = units @ units.sum(axis=0)  # cosine to the mean direction, but for a factor
+    typical = units @ units.sum(axis=0)  # cosine to the mean direction, up to a factor
     order = sorted(range(len(layout.names)), key=lambda i: (suspected.get(layout.names[i], 0), typical[i]))
     odd, rest = order[: MOST_SIMILAR // 2], order[MOST_SIMILAR // 2 :]
     rest.sort(key=lambda i: float(np.arctan2(layout.points[i, 1], layout.points[i, 0])))
@@ -275,10 +275,10 @@ def update_map(
     severities: Mapping[str, str] | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> UpdateMap:
-    """The map of a round (the newest that has sketches up to it; without one, the newest of all).
+    """Return the map of a round: the newest with sketches up to it; without one, the newest of all.
 
-    `node`: whose trail is told; `kind`: in the run's plane, or in the round's own. `severities`: of each client with an
-    open case, the worst first.
+    `node`: the client whose trail is shown; `kind`: in the run's plane, or in the round's own. `severities`: of each
+    client with an open case, the worst first.
     """
     rounds, ill, grouped = rounds_with_sketches(reader, run), severities or {}, groups or {}
     if not rounds:
@@ -289,7 +289,7 @@ def update_map(
         Point(name, float(x), float(y), grouped.get(name), ill.get(name))
         for name, (x, y) in zip(shown.names, shown.points, strict=True)
     ]
-    points.sort(key=lambda point: point.name not in ill)  # were there too many, those with findings stay
+    points.sort(key=lambda point: point.name not in ill)  # if there are too many, those with findings are kept
     return UpdateMap(
         round=rounds[at],
         rounds=rounds,
@@ -305,7 +305,7 @@ def update_map(
 def _trail(
     reader: Reader, run: str, layouts: Layouts, rounds: Sequence[int], at: int, node: str, kind: Kind
 ) -> list[Step]:
-    """Where it was before; in a plane of the round's own, earlier rounds would not be in that plane."""
+    """Return its earlier positions; not in a plane of the round's own, which earlier rounds do not share."""
     steps = []
     for i in range(max(0, at - TRAIL) if kind == "run" else at, at + 1):
         layout = layouts.layout(reader, run, rounds, i, kind)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the verdict on a run: one sentence with what is wrong, since when, and how sure that is.
 
-It is built from stored findings and nothing else. What muted cases say is left out; acknowledged ones are still there.
-Of what is concluded from losses or updates, the words say «seems»; of what was measured, they say what is.
+It is based on stored findings only. Muted cases are left out; acknowledged ones are still included. Conclusions from
+losses or updates are worded with «seems»; what was measured is stated as fact.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from fedvitals.views.waiting import Waiting, waiting_in
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
 
 State = Literal["ill", "watch", "healthy", "warming", "unjudged"]
-WARM = 3  # rounds, before which nobody can be told from the others
-ALARMS = 1.0  # per 100 healthy rounds, of a run that does not say what it allows
-LOOK_BACK = 20  # rounds in which clients' numbers of samples are looked for
-SLOW = ("STRAGGLER", "TIMEOUT")  # issues whose verdict says how long rounds waited
-HELPED = ("applied", "trial", "undone")  # what an action has come to, of which there is something to tell
+WARM = 3  # rounds before which clients cannot be told apart
+ALARMS = 1.0  # per 100 healthy rounds, for a run that does not state its limit
+LOOK_BACK = 20  # rounds in which clients' numbers of samples are searched
+SLOW = ("STRAGGLER", "TIMEOUT")  # issues whose verdict includes how long rounds waited
+HELPED = ("applied", "trial", "undone")  # outcomes of an action that are worth reporting
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is said of a run first."""
+    """The summary shown first for a run."""
 
     state: State
     headline: str
@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a verdict needs to know beside the cases."""
+    """What a verdict needs besides the cases."""
 
     rounds: int
     clients: int
@@ -78,12 +78,13 @@ class Facts:
     finished: bool = False
     muted: frozenset[str] = frozenset()  # keys of cases
     acknowledged: frozenset[str] = frozenset()
-    samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
+    samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last reported
     actions: Sequence[Action] = ()
     labels: Mapping[str, str] = field(default_factory=dict)  # of nodes; see `views.labels`
-    waiting: Waiting = field(default_factory=Waiting)  # for whom rounds waited; read where somebody is said to be slow
+    # For whom rounds waited; only read if a client is reported as slow
+    waiting: Waiting = field(default_factory=Waiting)
     gaps: tuple[str, ...] = ()  # why it was not fully examined; see `diagnosis.gaps`
-    examined: Examined | None = None  # what was looked at; None: not recorded
+    examined: Examined | None = None  # what was examined; None: not recorded
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
@@ -94,10 +95,10 @@ def verdict_of(reader: Reader, run: str) -> Verdict:
 
 
 def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
-    """Return the verdict. Ill: a warning or worse that is there now. Watch: troubles that are over, or nearly so.
+    """Return the verdict. Ill: a current warning or worse. Watch: troubles that are over, or nearly so.
 
-    Damage to the model is said first, then who causes it, then another trouble; the rest is counted.
-    Of notes nothing is told; they are shown on request. What follows from another case speaks through that one.
+    Damage to the model comes first, then who causes it, then another trouble; the rest is counted. Notes are omitted;
+    they are shown on request. Consequences of another case are covered by that case.
     """
     counted = [case for case in _roots(cases, facts) if case_key(case) not in facts.muted]
     now = [case for case in counted if case.still_there or damage_by(case, cases)]
@@ -121,12 +122,12 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
 
 
 def _roots(cases: Sequence[Case], facts: Facts) -> list[Case]:
-    """Return the troubles that follow from no other, or from one that was muted."""
+    """Return the troubles that follow from no other, or from a muted one."""
     return [case for case in cases if is_trouble(case) and (case.cause is None or key_text(case.cause) in facts.muted)]
 
 
 def _is_serious_now(case: Case) -> bool:
-    """By its newest finding: who was suspected once and is hardly any more does not make the run ill."""
+    """Whether the newest finding is serious: a suspicion that has faded does not make the run ill."""
     return severity_rank(case.newest.severity) < severity_rank("note")
 
 
@@ -144,7 +145,7 @@ def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequenc
 
 
 def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
-    """«The model was lost in round 6: NaN from c5. c2 also crashes since round 4.»"""
+    """Return a verdict such as «The model was lost in round 6: NaN from c5. c2 also crashes since round 4.»"""
     same = _worst_of(ruined, [case for case in ill if case.issue in ORIGINS])
     worst, since, damage = same[0], _since(same), damage_by(same[0], cases)
     who = joined(unique_names(name for case in same for name in culprits(case)), facts.labels)
@@ -170,9 +171,9 @@ def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[
 
 
 def _worst_of(chosen: Sequence[Case], alike: Sequence[Case] | None = None) -> list[Case]:
-    """Return the worst case, and after it those of `alike` (default: all chosen) that its sentence can name, too.
+    """Return the worst case, followed by those of `alike` (default: all chosen) that its sentence can name as well.
 
-    Of equally severe ones, what harms the learning comes before what fails in the system.
+    Among equally severe ones, harm to the learning comes before failures of the system.
     """
 
     def rank(case: Case) -> tuple[int, bool, float]:
@@ -184,7 +185,7 @@ def _worst_of(chosen: Sequence[Case], alike: Sequence[Case] | None = None) -> li
 
 
 def _said_as(case: Case) -> str:
-    """Return what cases of one sentence share: the issue, or what ruins the model («NaN from»)."""
+    """Return what cases of one sentence share: the issue, or how they ruin the model («NaN from»)."""
     return ORIGINS[case.issue] if case.issue in ("NAN_UPDATE", "NAN_GRADIENT") else case.issue
 
 
@@ -193,7 +194,7 @@ def _since(same: Sequence[Case]) -> int | None:
 
 
 def _also(same: Sequence[Case], labels: Mapping[str, str]) -> str:
-    """«c2 also crashes since round 4»."""
+    """Return a sentence such as «c2 also crashes since round 4»."""
     words, since = clause(same, labels), _since(same)
     who = joined(unique_names(case.node for case in same), labels)
     words = f"{who} also{words[len(who) :]}" if who and words.startswith(f"{who} ") else f"Also: {words}"
@@ -207,7 +208,7 @@ def _certainty(same: Sequence[Case], facts: Facts) -> str:
 
 
 def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
-    """Return what goes with the headline: how good the model is, who holds which data, what was done, what else is."""
+    """Return what follows the headline: quality of the model, distribution of data, actions, other troubles."""
     return _sentences(
         stands,
         _how_long_it_was_waited_for(same, facts) or _share_of_data(same, facts),
@@ -237,12 +238,12 @@ def _verdict(state: State, headline: str, detail: str, worst: Case, since: int |
 
 
 def _alike(case: Case, worst: Case) -> bool:
-    """Whether both fit into one sentence: both of nodes, both of groups, or both of the run."""
+    """Whether both fit into one sentence: both about nodes, both about groups, or both about the run."""
     return (case.node is None, case.group is None) == (worst.node is None, worst.group is None)
 
 
 def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
-    """Of what is over, the rounds in which it was."""
+    """Return the rounds in which a past trouble was seen."""
     last = max((case.last for case in same if case.last is not None), default=None)
     if same[0].still_there or since is None or last is None:
         return ""
@@ -272,7 +273,7 @@ def _too_early(facts: Facts) -> str:
     return f"Too early to judge: {so_far} so far; clients can be compared from {WARM} rounds on."
 
 
-# -- what goes with it ------------------------------------------------------------------------------------------------
+# -- below the headline ----------------------------------------------------------------------------------------------
 
 
 def _how_it_stands(facts: Facts) -> str:
@@ -282,7 +283,7 @@ def _how_it_stands(facts: Facts) -> str:
 
 
 def _accuracy_lost(facts: Facts, since: int | None) -> str:
-    """«Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty where it did not fall."""
+    """Return «Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty if it did not fall."""
     before = [accuracy for round_index, accuracy in facts.accuracies if since is not None and round_index < since]
     best = max((accuracy for accuracy in before if math.isfinite(accuracy)), default=None)
     if best is None or facts.accuracy is None or facts.accuracy >= best:
@@ -291,7 +292,7 @@ def _accuracy_lost(facts: Facts, since: int | None) -> str:
 
 
 def _blind_spots(facts: Facts) -> str:
-    """What nobody could have seen in such a run, and «healthy» does not deny."""
+    """Return what could not have been detected in such a run, and is not ruled out by «healthy»."""
     if facts.clients < FEWEST:
         return f"With fewer than {FEWEST} clients nobody can be compared with the others"
     if facts.accuracy is not None and facts.accuracy < LEARNT:
@@ -318,7 +319,7 @@ def _how_long_it_was_waited_for(same: Sequence[Case], facts: Facts) -> str:
 
 
 def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
-    """Only what an action says of itself: nobody knows how the run would have gone without."""
+    """Return an action's own report; how the run would have continued without it is unknown."""
     done = [action for case in same for action in actions_about(case, facts.actions) if action.status in HELPED]
     if not done:
         return ""
@@ -358,8 +359,8 @@ def _counted(count: int, noun: str) -> str:
 def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Sequence[Case] | None = None) -> Facts:
     """Read what a verdict needs to know of a run.
 
-    `outline`: if it is known already. `cases`: those that are to be judged, if they are known: without any, neither
-    samples nor actions are read, which are told of cases only.
+    `outline`: if it is known already. `cases`: those to be judged, if they are known: if there are none, neither
+    samples nor actions are read, which are only mentioned with cases.
     """
     known = outline or outline_of(reader, run)
     clients = known.clients
@@ -382,7 +383,7 @@ def _accuracies(outline: Outline) -> list[tuple[int, float]]:
 
 
 def facts_in_short(reader: Reader, run: Run, rounds: int, clients: int, marks: Sequence[Mark]) -> Facts:
-    """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
+    """Read what determines the state and the headline; the detail is omitted, for which a list has no room."""
     examination = examination_of(reader, run.id, clients=clients)
     return Facts(
         rounds=rounds,
@@ -398,12 +399,12 @@ def facts_in_short(reader: Reader, run: Run, rounds: int, clients: int, marks: S
 
 
 def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
-    """How many each client has; nothing unless all are known from the newest rounds, since shares would be wrong."""
+    """Return each client's number of samples; none unless all are known, since shares would be wrong."""
     names = ("samples", "update.samples")
     known: dict[str, float] = {}
     newest, looked = rounds[-LOOK_BACK:][::-1], 0
     while looked < len(newest) and len(known) < len(clients):
-        # As a rule the newest round has all; if it has not, more rounds are asked for at once.
+        # Usually the newest round has all; if not, several more are read at once.
         part = newest[looked : 4 * looked + 1]
         values = values_in_rounds(reader, run, names, part)
         for round_index, name in product(part, names):
@@ -416,6 +417,6 @@ def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[
 
 
 def _allowed(run: Run) -> float:
-    """How many false alarms per 100 healthy rounds the run's monitor was set to."""
+    """Return how many false alarms per 100 healthy rounds the run's monitor allows."""
     allowed = setting_of(run, "false_alarms", ALARMS)
     return float(allowed) if isinstance(allowed, int | float) else ALARMS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says for whom rounds waited, and for how long: the one answer of findings, rounds, profile, report and terminal.
+"""Reports for whom rounds waited, and for how long: used by findings, rounds, profile, report and terminal alike.
 
-It is that of the critical paths: a client is waited for by as many seconds as its rounds would be shorter without it.
+It is based on the critical paths: a client is waited for by as many seconds as its rounds would be shorter without it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Waiting:
 
     first: int | None = None
     last: int | None = None
-    seconds: float = 0.0  # of all these rounds together
-    lost: Mapping[str, float] = field(default_factory=dict)  # client → seconds by which they were longer; most first
+    seconds: float = 0.0  # total of all these rounds
+    lost: Mapping[str, float] = field(default_factory=dict)  # client → seconds by which they were longer; largest first
 
     def in_words(self) -> str:
-        """«Rounds 0 to 8 waited 17 s for c7, 46 % of their time»; empty where nobody cost a hundredth of it."""
+        """Return «Rounds 0 to 8 waited 17 s for c7, 46 % of their time»; empty if no client cost a hundredth of it."""
         costly = [node for node, lost in self.lost.items() if lost >= COSTLY * self.seconds > 0]
         return f"{self._rounds()} waited {', '.join(map(self._for, costly[:NAMED]))}" if costly else ""
 
@@ -42,7 +42,7 @@ class Waiting:
         return sum(self.lost.get(node, 0.0) for node in nodes) >= COSTLY * self.seconds > 0
 
     def for_clients(self, nodes: Collection[str], labels: Mapping[str, str]) -> str:
-        """The same of some clients: together, and also where no round waited for them; empty where nothing is timed."""
+        """Return the same for some clients together, even if no round waited for them; empty if nothing is timed."""
         if self.first is None or not nodes:
             return ""
         lost, whom = sum(self.lost.get(node, 0.0) for node in nodes), joined([*nodes], labels)
@@ -67,9 +67,9 @@ def waiting_of(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> Wai
 
 
 def waiting_in(reader: Reader, run: str) -> Waiting:
-    """Read for whom the newest rounds of a run waited: those that its page of rounds opens with.
+    """Read for whom the newest rounds of a run waited: those shown first on its page of rounds.
 
-    Of a run that trains, it is read again every tenth round: of a thousand clients it takes half a second.
+    While a run trains, it is read again every tenth round: for a thousand clients it takes half a second.
     """
     rounds = reader.history(run).rounds()
     until = len(rounds) if len(rounds) < OFTEN else len(rounds) // OFTEN

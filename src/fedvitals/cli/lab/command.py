@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedvitals.lab import Experiment
     from fedvitals.protocols import TapeRecorder
 
-FINDINGS_NAMED = 4  # at the end of a run
+FINDINGS_NAMED = 4  # named at the end of a run
 
 
 @click.command()
@@ -117,7 +117,7 @@ def _download(experiment: Experiment, folder: str | None) -> None:
 
 
 def _plan(experiment: Experiment, folder: str | None) -> None:
-    """What would be run, and a picture of who holds what."""
+    """Print what would be run, and a picture of the clients' data."""
     from fedvitals import lab
     from fedvitals.lab.data.partition_picture import partition_heat_map
 
@@ -138,7 +138,7 @@ def _pair(change: str) -> tuple[str, str]:
 def _run_once(
     wanted: Experiment, repeat: int, store: str, *, plain: bool, resume: bool, unwatched: bool, **how: Any
 ) -> dict[str, Any]:
-    """One repeat, from its beginning or from where it stopped."""
+    """Run one repeat, from its beginning or from where it stopped."""
     import msgspec
 
     experiment = msgspec.structs.replace(wanted, seed=wanted.seed + repeat, repeats=1)
@@ -174,7 +174,7 @@ def _run_once(
 
 
 def _trainer(how: dict[str, Any], *, unwatched: bool, resume: bool) -> Callable[..., EndedRun]:
-    """Who runs an experiment: this process, or Flower. What does not go together is refused here."""
+    """Return the function that runs the experiment, here or in Flower. Refuses options that do not go together."""
     if how["engine"] != "flower":
         for option in ("superlink", "timeout"):
             if how.pop(option) is not None:
@@ -200,7 +200,7 @@ def _here(
     tape_budget: str,
     **how: Any,
 ) -> EndedRun:
-    """In this process and its workers."""
+    """Run the experiment in this process and its workers."""
     from fedvitals import lab
     from fedvitals.hosts.lab_monitor import monitor_of
 
@@ -216,7 +216,7 @@ def _here(
                 view.show(result.rounds[-1])
     except KeyboardInterrupt:
         if monitor is not None:
-            monitor.host.discard()  # the round that was open will be run again, whole
+            monitor.host.discard()  # the open round will be run again as a whole
         raise
     finally:
         if monitor is not None:
@@ -227,7 +227,7 @@ def _here(
 
 
 def _tape(wanted: bool | None, budget: str) -> TapeRecorder | None:
-    """One unless it is not wanted; where its packages are missing, nobody who did not ask for it has to hear of it."""
+    """Return a tape unless it is not wanted. If its packages are missing, only a user who asked for it is told."""
     if wanted is False:
         return None
     try:
@@ -240,14 +240,14 @@ def _tape(wanted: bool | None, budget: str) -> TapeRecorder | None:
 
 
 def _folder(store: str) -> Path:
-    """Where unfinished runs keep their state: beside the store; here, if that is a server."""
+    """Return the folder where unfinished runs keep their state: beside the store; here, if the store is a server."""
     return Path("fedvitals.d" if "://" in store else f"{store}.d") / "lab"
 
 
 def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
-    """Where this run keeps its state, and which stored run it goes on with.
+    """Return the folder of this run's state, and the stored run that it continues.
 
-    A folder for each run: the same experiment may be run twice at a time, and what was interrupted stays.
+    Each run has its own folder: the same experiment may run twice at a time, and interrupted state is kept.
     """
     if not resume:
         return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", None
@@ -264,14 +264,14 @@ def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
 
 
 def _tidy(folder: Path, *, over: bool) -> None:
-    """A run that is over, or never finished a round, leaves nothing behind."""
+    """Remove the state of a run that is over, or never finished a round."""
     from fedvitals.lab.checkpoint import FILE
 
     if not over and (folder / FILE).exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    for parent in folder.parents[:3]:  # of this experiment, of the lab, of the store
-        with contextlib.suppress(OSError):  # something else is in there
+    for parent in folder.parents[:3]:  # the folders of this experiment, of the lab, of the store
+        with contextlib.suppress(OSError):  # it contains something else
             parent.rmdir()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals lab EXPERIMENT.toml --engine flower`: the experiment as a Flower app; its log and store tell the rest."""
+"""`fedvitals lab EXPERIMENT.toml --engine flower`: the experiment as a Flower app, followed by its log and store."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fedvitals.records import check_run_id
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
 
-WORD = "fedvitals lab: "  # as of `hosts.flower.lab.app`, which needs seconds to load
+WORD = "fedvitals lab: "  # as in `hosts.flower.lab.app`, which needs seconds to import
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-LAST_LINES = 25  # of Flower's log, told when it fails
+LAST_LINES = 25  # of Flower's log, shown when it fails
 SCORES = ("accuracy", "absolute_error", "attack.success")
 METRICS = ("loss", "local.loss", *SCORES, *(f"local.{name}" for name in SCORES))
 
@@ -76,7 +76,7 @@ def train(
     tape_budget: str,
     **_: Any,
 ) -> EndedRun:
-    """Run the experiment in other processes; progress comes through Flower's log, the result through the store."""
+    """Run the experiment in other processes; progress comes from Flower's log, the result from the store."""
     from fedvitals.hosts.flower.lab import launch
     from fedvitals.lab.data.sources import search_folders
     from fedvitals.store import store_target
@@ -97,7 +97,8 @@ def train(
         remember(folder, run, experiment)
         settings |= {"checkpoint": str(folder.absolute()), "resume": resume}
         own = {} if isinstance(where, Path) else {"FEDVITALS_STORE": where}
-        own |= {"FEDVITALS_DATA": str(search_folders()[0].absolute())}  # processes of Flower have a folder of their own
+        # Flower's processes have a different working folder
+        own |= {"FEDVITALS_DATA": str(search_folders()[0].absolute())}
         view.say(f"Starting Flower on Ray with {nodes} {'nodes' if nodes > 1 else 'node'}, which takes a while.")
         launch.simulate(settings, nodes, heard, own)
     else:
@@ -110,7 +111,7 @@ def train(
 
 
 def _check_here(experiment: Experiment, data: str | None) -> None:
-    """What the server would refuse, told at once; elsewhere its data need not be here."""
+    """Report at once what the server would refuse; with a remote server, the data need not be here."""
     from fedvitals.hosts.flower.lab.engine import experiment_text
     from fedvitals.lab.run import prepare_site
 
@@ -118,7 +119,7 @@ def _check_here(experiment: Experiment, data: str | None) -> None:
 
 
 def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:
-    """What takes the lines of Flower's log and shows those that are ours."""
+    """Return a function that takes the lines of Flower's log and shows those that are ours."""
     from fedvitals.lab import Round
 
     def hear(line: str) -> None:
@@ -140,7 +141,7 @@ def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:
 
 
 def _ended_run(store: str, run: str, alarms: Alarms, since: float) -> EndedRun | None:
-    """How it ended, by the store; None where the run is not in it."""
+    """Return how the run ended, from the store; None if the run is not in it."""
     from fedvitals.store import open_reader
 
     try:

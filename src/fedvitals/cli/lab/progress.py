@@ -32,7 +32,7 @@ class EndedRun:
 
 
 class Alarms:
-    """A sink that counts what a person should see: warnings and errors, and findings, one for an issue of a client."""
+    """A sink that counts what a user should see: warnings and errors, and findings, one per issue and client."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
@@ -51,9 +51,9 @@ class Alarms:
 
 
 def quality_of(metrics: Mapping[str, float]) -> str:
-    """Return how good a round's model is, in words: its accuracy, or its loss for a task without one."""
+    """Return the quality of a round's model in words: its accuracy, or its loss for a task without one."""
     quality = ""
-    for prefix in ("", "local."):  # of a model with parts at home there are local tests alone
+    for prefix in ("", "local."):  # a model with personal parts only has local tests
         if f"{prefix}accuracy" in metrics:
             quality = f"{metric_title(f'{prefix}accuracy')} {percent(metrics[f'{prefix}accuracy'])}"
         elif f"{prefix}loss" in metrics:
@@ -65,7 +65,7 @@ def quality_of(metrics: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Rounds, the model's quality and time left: a bar on a terminal, a line a round elsewhere."""
+    """Shows rounds, the model's quality and the time left: a bar on a terminal, a line per round elsewhere."""
 
     def __init__(self, experiment: Experiment, *, plain: bool) -> None:
         self._rounds, self._name = experiment.rounds, experiment.name
@@ -92,7 +92,7 @@ class Progress:
             self._bar.update(self._task, completed=self.done, quality=quality)
 
     def say(self, text: str) -> None:
-        """Print a remark beside the rounds, such as what is waited for."""
+        """Print a remark beside the rounds, such as what is being waited for."""
         if self._bar is None:
             click.echo(text, err=True)
         else:
@@ -100,7 +100,7 @@ class Progress:
 
 
 def remember(folder: Path, run: str | None, experiment: Experiment) -> None:
-    """Write down which run the kept state belongs to, so that `--resume` finds it."""
+    """Record which run the saved state belongs to, so that `--resume` finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")

@@ -13,7 +13,7 @@ from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console
 
 ROWS = 6  # of clients and remedies, unless --all
-WIDEST = 200  # columns: beyond, the eye loses the line
+WIDEST = 200  # columns: beyond that, the eye loses the line
 
 
 @click.command()
@@ -72,7 +72,7 @@ def command(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No looking for circles meanwhile: records have none, and of many it is a tenth of the time."""
+    """Pause garbage collection: records contain no cycles, and with many of them it is a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

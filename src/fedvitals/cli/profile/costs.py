@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lower half of `fedvitals profile`: throughput, memory, machines, traffic, and what it took to learn."""
+"""The lower half of `fedvitals profile`: throughput, memory, machines, traffic, and the cost of learning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
     if not clients:
         return
     middle = clients[len(clients) // 2]
-    # What machine trained how fast is of the real clock, whatever the rest of the report is of.
+    # Machines and training speed are on the real clock, whatever clock the rest of the report is on.
     whose = " [dim](of this machine, real clock)[/dim]" if profile.clock == "virtual" else ""
     paces = [number(client.samples_per_second) for client in (clients[0], clients[-1])]
     span = f" at the median client, {paces[0]} to {paces[1]}" if len(clients) > 1 else f", {shown_node(middle.node)}"
@@ -56,7 +56,7 @@ def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _grown(console: Any, memory: Memory, rows: int | None) -> None:
-    """While which clients the process grew most, and whose training kept the most; of one client that is told above."""
+    """Print for which clients the process grew most, and whose training kept most; a single one is shown above."""
     if len(memory.grown) > 1:
         most_grown = [growth for growth in memory.grown if growth.bytes > 0][: 3 if rows else None]
         for title, growth in zip(["grew most with", *[""] * len(most_grown)], most_grown, strict=False):
@@ -150,7 +150,7 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
 
 
 def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
-    """Who was away, late, lost or failed, over its rounds; the worst first."""
+    """Print which clients were away, late, lost or failed, over their rounds; the worst first."""
     ill = sorted((client for client in traffic.clients if _ailing(client)), key=lambda client: -_ailing(client))
     if not ill:
         if traffic.clients:
@@ -179,12 +179,12 @@ def _flow(flow: Flow) -> str:
 
 
 def plain(text: str) -> str:
-    """Text from a record where no markup is read: no control character moves the cursor."""
+    """Return text from a record for output without markup: no control character may move the cursor."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def rate(bits_per_second: float) -> str:
-    """As links are sold: bits a second."""
+    """Return a rate in bits per second, as links are sold."""
     return size(bits_per_second).replace("B", "bit") + "/s"
 
 
@@ -193,7 +193,7 @@ def _ailing(client: ClientTraffic) -> int:
 
 
 def _history(client: ClientTraffic) -> str:
-    """What became of it in its rounds; of many, each cell has the worst of its own."""
+    """Return a client's outcomes over its rounds; with many, each cell shows the worst of its rounds."""
     outcomes = [*client.outcomes.values()]
     order = [*reversed(OUTCOMES)]
     count = min(WIDTH, len(outcomes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fedvitals profile` asks the lab: measured remedies, and the devices on which a client fits."""
+"""What `fedvitals profile` measures in the lab: remedies, and the devices on which a client fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedvitals.views.profile import Profile
 if TYPE_CHECKING:
     from fedvitals.lab.rerun import RemedyTrial
 
-COSTLY = 0.05  # of accuracy: less may be chance, with one seed
+COSTLY = 0.05  # drop of accuracy: less may be chance, with one seed
 
 
 def try_out(profile: Profile, most: int) -> list[RemedyTrial]:
@@ -56,7 +56,7 @@ def costs(tried: RemedyTrial) -> bool:
 def devices_for(profile: Profile) -> tuple[Memory, list[DeviceFit]]:
     """Return the memory of the most demanding client, and its predicted peak on each of the lab's devices.
 
-    Of clients that trained as one batch nothing is known apart: they train again for one step, each by itself.
+    Clients that trained as one batch were not measured separately: each trains again for one step by itself.
     """
     try:
         from fedvitals.lab.network.profiles import DEVICES
@@ -75,7 +75,7 @@ def devices_for(profile: Profile) -> tuple[Memory, list[DeviceFit]]:
 
 
 def _measured_again(profile: Profile) -> Memory | None:
-    """Return what the clients of a lab run take, by one step of each."""
+    """Return the memory that the clients of a lab run take, from one step of each."""
     import msgspec
 
     from fedvitals import lab

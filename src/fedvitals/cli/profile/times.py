@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upper half of `fedvitals profile`: where the time went, who held the rounds up, and what would help."""
+"""The upper half of `fedvitals profile`: where the time went, who held up the rounds, and what would help."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, s
 from fedvitals.views.profile import Profile
 
 NODES = 20  # lines of the waterfall, unless --all
-UNEXPLAINED = 0.02  # of a node's round, from which it is told that no part explains it
-OURS = 0.03  # of the critical path, from which it is told that measuring is in it
-MOST_WAITS = 4  # that a waterfall names
+UNEXPLAINED = 0.02  # share of a node's round from which unexplained time is mentioned
+OURS = 0.03  # share of the critical path from which measuring is mentioned
+MOST_WAITS = 4  # named below a waterfall
 
 
 def print_times(console: Any, profile: Profile, rows: int | None) -> None:
-    """Print the times of a profile; `rows`: of clients and remedies, None: all."""
+    """Print the times of a profile; `rows`: how many clients and remedies, None for all."""
     _head(console, profile)
     if profile.verdict is not None:
         _bars(console, profile)
@@ -66,7 +66,7 @@ def _still_open(console: Any, profile: Profile) -> None:
 
 
 def _bars(console: Any, profile: Profile) -> None:
-    """One bar each for the rounds' length, the clients' time and the server's."""
+    """Print one bar each for the rounds' length, the clients' time and the server's."""
     console.print("[bold]Where the time went[/bold]")
     every = {"rounds": profile.path_parts, "clients": profile.client_parts, "server": profile.server_parts}
     bars = {title: parts for title, parts in every.items() if sum(parts.values()) > 0}
@@ -89,7 +89,7 @@ def _bars(console: Any, profile: Profile) -> None:
 
 
 def _rounds(console: Any, profile: Profile) -> None:
-    """The rounds from left to right: how long, and by what they were bound."""
+    """Print the rounds from left to right: how long, and what bound them."""
     verdict = profile.verdict
     if verdict is None or len(verdict.by_round) < 2:
         return
@@ -114,7 +114,7 @@ def _rounds(console: Any, profile: Profile) -> None:
 
 
 def _waterfall(console: Any, profile: Profile, most: int | None) -> None:
-    """One line a node along the time axis of one round, the longest first; who is on the critical path is marked."""
+    """Print one line per node along the time axis of one round, longest first, with the critical path marked."""
     time, path = profile.waterfall, profile.path
     if time is None or path is None:
         return
@@ -149,7 +149,7 @@ def _waterfall(console: Any, profile: Profile, most: int | None) -> None:
 
 
 def _waited(console: Any, waits: Mapping[str, str]) -> None:
-    """For whom was waited in the round that is shown."""
+    """Print who was waited for in the round that is shown."""
     by: dict[str, list[str]] = {}
     for node, whom in waits.items():
         by.setdefault(whom, []).append(node)
@@ -163,7 +163,7 @@ def _waited(console: Any, waits: Mapping[str, str]) -> None:
 
 
 def _pieces(link: PathLink) -> list[tuple[str, float, float]]:
-    """A link's parts, one after the other."""
+    """Return a link's parts, one after the other."""
     pieces, at = [], link.began
     for part, lasted in link.parts.items():
         pieces.append((part, at, lasted))
@@ -176,7 +176,7 @@ def _order(node_time: NodeTime) -> tuple[int, float, str]:
 
 
 def _kept(nodes: list[NodeTime], on_path: set[str], most: int) -> list[NodeTime]:
-    """The server, whoever is on the path, then the longest; in their order."""
+    """Return the server, the nodes on the path, then the longest; in their original order."""
     ranked = sorted(
         nodes, key=lambda node_time: (node_time.kind != "server", node_time.node not in on_path, -node_time.busy)
     )[:most]
@@ -186,7 +186,7 @@ def _kept(nodes: list[NodeTime], on_path: set[str], most: int) -> list[NodeTime]
 
 def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
     if all(len(time.clients) < 2 for time in profile.times):
-        return  # who is alone holds up nobody
+        return  # a single client holds up nobody
     listed = profile.stragglers if rows is None else costly(profile.stragglers, profile.times)[:rows]
     if not listed:
         return
@@ -211,7 +211,7 @@ def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
-    """What applies to what the run is bound by, what gains most for its price first."""
+    """Print remedies for what the run is bound by, best gain for the effort first."""
     if not profile.remedies:
         console.print(
             f"[bold]What would help[/bold]  nothing that keeps most of the data gains {percent(LEAST)} of a round.\n"
@@ -234,7 +234,7 @@ def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _what_if(console: Any, profile: Profile, rows: int | None) -> None:
-    """The table of what would have been: mean seconds of a round, as bars; what gains most for its price first."""
+    """Print the what-if table: mean seconds per round, as bars; best gain for the effort first."""
     better = [row for row in by_worth(profile.what_if) if row.share >= LEAST]
     if not better:
         return

@@ -173,10 +173,10 @@ def _verify(session: Session, rounds: str | None, number: int | None, node: str 
 
 
 def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
-    """Python's own debugger, at the client's first step (of the lab) or at the user's `train` (of a plain loop)."""
+    """Open Python's debugger at the client's first step (lab) or at the user's `train` (plain loop)."""
     import bdb
     import contextlib
-    import pdb  # noqa: T100 - what was asked for
+    import pdb  # noqa: T100 - requested by the user
 
     from fedvitals.replay.player.loop_player import LoopPlayer, load_loop
     from fedvitals.replay.player.trace import trace_client
@@ -184,11 +184,11 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
     if loop is not None:
         parts = load_loop(loop)
 
-        def train(who: str, state: Any, at: int) -> Any:  # those before it are run again, too
+        def train(who: str, state: Any, at: int) -> Any:  # the clients before it are also run again
             if (who, at) != (node, number):
                 return parts.train(who, state, at)
             sent = pdb.runcall(parts.train, who, state, at)
-            if sent is None:  # «q» left it, which runcall keeps to itself
+            if sent is None:  # left with «q», which runcall does not report
                 raise bdb.BdbQuit
             return sent
 

@@ -54,7 +54,7 @@ def rerun(
 
 
 def _by_store(run: str, store: str | None) -> str | None:
-    """What clients call a run that has a name of its own in the store."""
+    """Return the name by which clients know a run that has a different name in the store."""
     from fedvitals.store.read import queries
 
     with contextlib.suppress(FedvitalsError), opened_run(store, run) as (reader, chosen):

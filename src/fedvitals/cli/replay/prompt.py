@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from fedvitals.replay.debugger.session import Session
 
 LEAVE = ("quit", "exit", "q", "EOF")
-REPEATED = ("step", "s", "next", "n", "back")  # by an empty line
+REPEATED = ("step", "s", "next", "n", "back")  # repeated by an empty line
 HISTORY = 1000  # lines
 
 
 class Prompt(cmd.Cmd):
-    """Ctrl-D leaves, Tab completes, an empty line takes another step. A wrong command only prints an error."""
+    """Ctrl-D leaves, Tab completes, an empty line repeats a step. A wrong command only prints an error."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Prompt(cmd.Cmd):
         return f"{self._found[state]} " if state < len(self._found) else None
 
     def loop(self) -> None:
-        """Until the person leaves; Ctrl-C only empties the line."""
+        """Read commands until the user leaves; Ctrl-C only clears the line."""
         greeting = "Tab completes, `help` lists the commands, Ctrl-D leaves."
         with _history():
             while True:
@@ -81,14 +81,14 @@ class Prompt(cmd.Cmd):
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """What was typed in earlier sessions, where this system has a readline and a place for it."""
+    """Load and save the commands of earlier sessions, if this system has readline and a place for them."""
     try:
         import readline
     except ModuleNotFoundError:  # Windows
         yield
         return
     before = readline.get_completer_delims()
-    readline.set_completer_delims(" \t\n;")  # names of layers and clients have the other signs in them
+    readline.set_completer_delims(" \t\n;")  # the other characters occur in names of layers and clients
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedvitals"
     with contextlib.suppress(OSError):
         readline.read_history_file(folder / "replay_history")
@@ -141,7 +141,7 @@ class ProgressBar:
         session.progress = self.show_progress
 
     def show_progress(self, number: int, first: int, last: int) -> None:
-        """Show how far the rounds are."""
+        """Show how many rounds are done."""
         if not self._shown or first == last:
             return
         if self._bar is None:

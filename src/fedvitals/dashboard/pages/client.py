@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the page of one client: verdict, findings, facts, failures, events, vital signs, times, and its neighbours.
 
-Its own values and its newest deviation are a few seeks each, also among a thousand clients; the cohort's band beside
-them comes from `views.series`, sign by sign. Spans are found by round, not by node: of many clients, the newest rounds
-are read, and the answer says how many.
+Its own values and its newest deviation take a few seeks each, even among a thousand clients; the cohort's band beside
+them comes from `views.series`, sign by sign. Spans are found by round, not by node: with many clients, only the newest
+rounds are read, and the answer says how many.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number that a client told, beside the median of all that told it in that round."""
+    """A number that a client reported, with the median of all that reported it in that round."""
 
     name: str
-    title: str  # the name for people
+    title: str  # the name for users
     unit: str
     meaning: str
     value: float | None
@@ -72,17 +72,17 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class LabelShare:
-    """How many samples of one label a client has."""
+    """The number of samples that a client has of one label."""
 
     label: str
     count: int
     share: float  # of its own samples
-    others: float | None  # mean share of the other clients that told
+    others: float | None  # mean share of the other clients that reported
 
 
 @dataclass(frozen=True, slots=True)
 class ClientEvent:
-    """Something that happened to a client."""
+    """An event of a client."""
 
     at: float | None
     round: int | None
@@ -90,12 +90,12 @@ class ClientEvent:
     name: str
     message: str
     exception: str | None
-    traceback: str | None  # None: there is none, or privacy kept it
+    traceback: str | None  # None: there is none, or privacy withheld it
 
 
 @dataclass(frozen=True, slots=True)
 class ClientVerdict:
-    """What is said of a client first."""
+    """The summary shown first for a client."""
 
     state: Literal["ill", "watch", "different", "healthy", "warming", "unjudged"]
     headline: str
@@ -113,9 +113,9 @@ class ClientPage:
     node: str
     verdict: ClientVerdict
     row: ClientRow
-    place: int  # among all, 1 is the worst
+    place: int  # rank among all, 1 is the worst
     clients: int
-    worse: str | None  # who comes before it, worst first
+    worse: str | None  # the client before it, worst first
     better: str | None
     cases: list[Brief]
     facts: list[Fact]
@@ -124,11 +124,11 @@ class ClientPage:
     failures: list[ClientEvent]  # the newest
     total_failures: int
     events: list[ClientEvent]  # the newest first
-    tracebacks: bool  # whether any is kept
+    tracebacks: bool  # whether any is stored
 
 
 def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRow]) -> ClientPage:
-    """Read the page of a client; ConfigError where there is none. `everyone`: all clients, worst first."""
+    """Read the page of a client; ConfigError if there is none. `everyone`: all clients, worst first."""
     place = next((i for i, row in enumerate(everyone) if row.name == node), None)
     if place is None:
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")
@@ -218,7 +218,7 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
 
 
 def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int | None]:
-    """How many samples of each label it has, as last told, beside the other clients' mean share."""
+    """Return its number of samples of each label, as last reported, with the other clients' mean share."""
     newest: dict[str, Event] = {}
     for event in reader.history(run).events("labels"):
         if event.where.node is not None and isinstance(event.data.get("histogram"), Mapping):
@@ -243,7 +243,7 @@ def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int 
 
 
 def _counts(event: Event) -> dict[str, int]:
-    """A client may have told anything; only whole numbers of samples count."""
+    """Return integer numbers of samples; all else is ignored, since a client may have reported anything."""
     histogram = event.data["histogram"]
     return {str(label): count for label, count in histogram.items() if isinstance(count, int) and 0 < count < 2**53}
 
@@ -272,8 +272,8 @@ SIGNS = (
     "gradient.norm_max", "scale.gsc", "update.norm", "update.cosine_mean", "update.cosine_previous", "weight.drift",
     "weight.update_ratio", "time.client_virtual", "time.client", "traffic.sent", "traffic.received", "memory.resident",
 )  # fmt: skip
-BEHIND = 3  # signs that a finding rests on
-OWN = 8  # metrics of the user's own
+BEHIND = 3  # signs that a finding is based on
+OWN = 8  # user-defined metrics
 FLOOR = 0.05  # of the median: spread that peers always have, so that rounding does not become a deviation
 
 
@@ -287,13 +287,13 @@ class ClientSign:
     round: int | None
     z: float | None  # σ from the other clients' median; None: too few peers, or not finite
     odd: bool  # the newest value is NaN or infinite
-    evidence: bool  # its worst finding rests on it
+    evidence: bool  # its worst finding is based on it
 
 
 def client_signs(
     reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
 ) -> list[ClientSign]:
-    """Return the signs that the client told: what its worst finding rests on, then the most deviating first."""
+    """Return the signs that the client reported: those behind its worst finding, then the most deviating first."""
     names = queries.metric_names(reader, run)
     own = [name for name in names if name.startswith("user.")][:OWN]
     case = next((case for case in cases_of(reader, run) if concerns(case, node) and case.still_there), None)
@@ -332,7 +332,7 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
 
 
 def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:
-    """The cohort's median, and how many robust standard deviations the value lies from it (see `robust_scores`)."""
+    """Return the cohort's median, and the value's distance in robust standard deviations (see `robust_scores`)."""
     finite = np.array([v for v in cohort.values() if math.isfinite(v)])
     if not len(finite):
         return None, None
@@ -341,11 +341,11 @@ def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, 
         return middle, None
     with np.errstate(divide="ignore", invalid="ignore"):
         z = float(robust_scores(finite, FLOOR * abs(middle), np.array(value)))
-    # All the same, and nothing to compare it with but zero.
+    # All are equal, and there is nothing to compare with but zero.
     return middle, z if math.isfinite(z) else 0.0 if value == middle else None
 
 
-SPANS = 30_000  # that are looked at, of all nodes
+SPANS = 30_000  # examined, of all nodes
 FEWEST_ROUNDS = 10
 MOST_ROUNDS = 400
 LENGTH = {"real": "time.client", "virtual": "time.client_virtual"}
@@ -357,7 +357,7 @@ class TimePart:
 
     name: str
     values: Numbers  # seconds
-    waiting: bool  # the client itself does nothing in it
+    waiting: bool  # the client itself is inactive in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +370,7 @@ class ClientTimes:
     own: Numbers  # seconds that the client took, by the same clock as `median`
     median: Numbers  # of all clients
     failed: list[int]  # rounds
-    of: int  # rounds that the run has
+    of: int  # the run's number of rounds
 
 
 def client_times(
@@ -389,7 +389,7 @@ def client_times(
     rounds = sorted(own)
     names = {part for times_of_round in own.values() for part, seconds in times_of_round.parts.items() if seconds > 0}
     order = sorted(names, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
-    # Clients that train in one batch share its spans, so what they are compared by is the length that each was given.
+    # Clients that train in one batch share its spans, so they are compared by the duration assigned to each.
     lengths = [values_of_nodes(reader, run, LENGTH[clock], number, clients) for number in rounds]
     return ClientTimes(
         clock=clock,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what a run held in memory and sent over the wire, from metrics, so that it is quick at any size.
+"""Computes a run's memory and traffic from metrics, so that it is fast at any size.
 
-What a terminal prints (`views.machine`, `analysis.traffic`) is made from every record; here are the same figures from
-the matrices that other pages use too.
+The terminal's figures (`views.machine`, `analysis.traffic`) are computed from every record; here the same figures come
+from the matrices that other pages use too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Numbers, json_numbers
 from fedvitals.views.traffic_counts import traffic_total
 
-POINTS = 400  # of a trend
+POINTS = 400  # per trend
 NAMED = 20  # clients in a list
-MESSAGES_ROUNDS = 20  # newest rounds whose messages are told apart by kind
+MESSAGES_ROUNDS = 20  # newest rounds whose messages are counted by kind
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """The largest value of a memory metric (of a limit: the smallest), and the largest growth over the run."""
+    """The largest value of a memory metric (the smallest of a limit), and the largest growth over the run."""
 
     metric: str
     meaning: str
@@ -54,38 +54,38 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A number of every round; where rounds share a point, their smallest and largest are told."""
+    """A number for every round; if rounds share a point, also their smallest and largest."""
 
     name: str
     rounds: list[int]
     values: Numbers
     low: Numbers
     high: Numbers
-    total: int  # rounds that these points stand for
+    total: int  # rounds that these points represent
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPage:
-    """What a run held in memory."""
+    """The memory that a run used."""
 
     peaks: tuple[MemoryPeak, ...]
-    node: str | None  # the client whose tensors take the most
-    shares: tuple[Bytes, ...]  # its bytes by what they are for
-    batch: float | None  # samples that its activations are of
+    node: str | None  # the client whose tensors take most memory
+    shares: tuple[Bytes, ...]  # its bytes by purpose
+    batch: float | None  # samples behind its activations
     clients: tuple[Bytes, ...]  # the largest first
-    of: str  # what the list of clients is of: «memory.tensors» or «memory.resident»
-    grown: tuple[Bytes, ...]  # by how much the process grew while one client trained, all rounds together
+    of: str  # metric of the list of clients: «memory.tensors» or «memory.resident»
+    grown: tuple[Bytes, ...]  # growth of the process while one client trained, over all rounds
     courses: tuple[Trend, ...]  # of the largest and of the median client
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBytes:
-    """What one client sent and received."""
+    """The bytes that one client sent and received."""
 
     node: str
     sent: float
     received: float
-    rounds: int  # in which anything moved
+    rounds: int  # with any transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,15 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPage:
-    """What a run sent."""
+    """The traffic of a run."""
 
     total: float | None  # of the training, every message once
-    telemetry: float | None  # fedvitals' own, beside it
+    telemetry: float | None  # fedvitals' own, in addition
     sent: float  # by clients
     received: float
     between: float  # sent by the server and by edges, clusters and rings
     courses: tuple[Trend, ...]
-    clients: tuple[ClientBytes, ...]  # who moved the most first
+    clients: tuple[ClientBytes, ...]  # ordered by bytes transferred, the most first
     total_clients: int
     kinds: tuple[Messages, ...]  # of the newest rounds
     kinds_rounds: int
@@ -135,7 +135,7 @@ def costs(reader: Reader, run: str) -> Costs:
 
 
 def memory_page(reader: Reader, run: str) -> MemoryPage | None:
-    """Read what the run held in memory; None where nothing was measured."""
+    """Read the memory that the run used; None if nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
     known = {name: metric_matrix(reader, run, name) for name in names}
     own = [name for name in names if name.removeprefix("memory.") not in (*SHARES, "batch")]
@@ -181,7 +181,7 @@ def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> MemoryPeak | N
 
 
 def _growth(matrix: Matrix) -> tuple[float, str | None]:
-    """From the first value to the last, of the node that grew the most."""
+    """Return the growth from the first value to the last, of the node that grew most."""
     finite = np.isfinite(matrix.values)
     rows = np.flatnonzero(finite.sum(axis=1) > 1)
     if not len(rows):
@@ -205,7 +205,9 @@ def _shares(known: dict[str, Matrix], node: str) -> tuple[Bytes, ...]:
 
 
 def _at_its_largest(matrix: Matrix | None, whole: Matrix, node: str) -> float | None:
-    """A node's value in the round in which `whole` was largest; told when it changes, so the newest up to then."""
+    """Return a node's value in the round in which `whole` was largest: the newest up to then, as only changes are
+    reported.
+    """
     if matrix is None:
         return None
     rounds, values = whole[node]
@@ -242,7 +244,7 @@ def _trend(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) ->
 
 
 def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
-    """Read what the run sent; None where no transfer was told."""
+    """Read the run's traffic; None if no transfer was recorded."""
     sent, received = metric_matrix(reader, run, "traffic.sent"), metric_matrix(reader, run, "traffic.received")
     others = _of_others(reader, run)
     total = traffic_total(reader, run)
@@ -273,7 +275,7 @@ def _by_round(matrix: Matrix) -> dict[int, float]:
 
 
 def _of_others(reader: Reader, run: str) -> dict[int, float]:
-    """Bytes that the server, edges, clusters and rings sent, by round."""
+    """Return the bytes that the server, edges, clusters and rings sent, by round."""
     by_round: dict[int, float] = {}
     history = reader.history(run)
     for node in history.nodes():
@@ -296,7 +298,9 @@ def _clients(sent: Matrix, received: Matrix) -> list[ClientBytes]:
 
 
 def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
-    """Messages of the newest rounds by kind: models, updates, telemetry. Of all rounds they would be millions."""
+    """Return the messages of the newest rounds by kind: models, updates, telemetry. For all rounds they would be
+    millions.
+    """
     rounds = reader.history(run).rounds()[-MESSAGES_ROUNDS:]
     if not rounds:
         return (), 0
@@ -307,7 +311,7 @@ def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
 
 
 def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[AccuracyMilestone, ...]:
-    """What it took to reach an accuracy, by the federation's own evaluation, else by its median client."""
+    """Return what it took to reach an accuracy, by the federation's own evaluation, else by its median client."""
     history = reader.history(run)
     accuracy: dict[int, float] = {}
     for node in (None, "server"):

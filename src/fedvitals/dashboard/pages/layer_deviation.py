@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a client's layers with the median client's, round by round.
 
-The statistics of a thousand clients and fifty layers are two megabytes a round. So the newest rounds are read, as many
-as fit into a budget, and the answer says how many those are.
+The statistics of a thousand clients and fifty layers are two megabytes per round. So the newest rounds are read, as
+many as fit into a budget, and the answer says how many.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from fedvitals.views.memo import remembered
 
 BUDGET = 24_000_000  # bytes of statistics that are read
 MOST_ROUNDS = 400
-# Positive sizes are compared by their ratio, on a scale where twice and half are equally far from nothing.
+# Positive sizes are compared by their ratio, on a scale where twice and half are equally far from equality.
 RATIOS = {"sum_squares", "sum_magnitudes", "std", "l2", "rms", "absmax", "mean_magnitude", "norm_sum", "norm_max",
           "norm_last", "norm_mean", "change_max"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLayers:
-    """A client's layers against the median client's."""
+    """A client's layers compared with the median client's."""
 
     family: str
     statistic: str
     families: list[str]
     statistics: list[str]
     how: str  # «log2 ratio» or «difference»
-    grid: Grid | None  # None: nothing of this client
-    rounds: int  # that are shown
-    older: bool  # whether there are older ones, too much to read
-    clients: int  # the most that one round's median is of
+    grid: Grid | None  # None: there are no data of this client
+    rounds: int  # number of rounds shown
+    older: bool  # whether there are older ones, which are too much to read
+    clients: int  # the largest number of clients behind one round's median
 
 
 def comparable(family: str) -> list[str]:
-    """The statistics of a family by which a client can be compared."""
+    """Return the statistics of a family by which a client can be compared."""
     if FAMILIES[family].columns is STATISTICS:
         return ["rms", "l2", "std", "absmax", "mean_magnitude", "mean", "sparsity"]
     if FAMILIES[family].columns is STEP_COLUMNS:
@@ -65,7 +65,7 @@ def comparable(family: str) -> list[str]:
 
 
 def families_of(reader: Reader, run: str) -> list[str]:
-    """Families of layer statistics that the run has, those about updates and gradients first."""
+    """Return the run's families of layer statistics, those about updates and gradients first."""
     order = ("update", "gradient", "gradient.steps", "update.alignment")
     measured = queries.layer_families(reader, run)
     known = [name for name in measured if name in FAMILIES and _is_of_layers(name)]
@@ -86,7 +86,7 @@ def client_layers(
     last: int | None = None,
     budget: int = BUDGET,
 ) -> ClientLayers:
-    """Read how a client's layers differ; ConfigError for a family or statistic that there is not."""
+    """Read how a client's layers differ; ConfigError for an unknown family or statistic."""
     families = families_of(reader, run)
     if family is not None and family not in families:
         raise ConfigError(unknown("family of layer statistics", family, families))
@@ -119,7 +119,7 @@ Read = dict[int, tuple[list[int], Array]]
 def _read(
     reader: Reader, run: str, family: str, statistic: str, span: tuple[int | None, int | None], budget: int
 ) -> tuple[Sequence[str], Read, bool]:
-    """Layer names, what was read, and whether more was left."""
+    """Return layer names, the statistics read, and whether more are left."""
     blocks = blocks_newest_first(reader, run, family)
     if not blocks:
         return (), {}, False
@@ -135,7 +135,7 @@ def _read(
             break
         wanted.append((block.arrival, block.cells))
     names = layer_names(reader, table)
-    # Of all clients at once: who looks at one is likely to look at the next.
+    # For all clients at once: a user who looks at one is likely to look at the next.
     key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
 
     def newest_rounds() -> Read:
@@ -147,7 +147,7 @@ def _read(
 
 
 def _shown(by_round: Read) -> Read:
-    """The rounds that the page of any node shows. The others are not to be remembered: a run may have any number."""
+    """Return the rounds that the page of any node shows. The others are not cached: a run may have any number."""
     rounds_of: Counter[int] = Counter()
     shown: Read = {}
     for number in sorted(by_round, reverse=True):
@@ -159,7 +159,7 @@ def _shown(by_round: Read) -> Read:
 
 
 def _enough(parts: Iterable[Part], clients: Sequence[int], low: float, high: float) -> list[Part]:
-    """Of parts, the newest first, as many as fill the pages of all clients; the oldest of these comes first.
+    """Return as many parts, given newest first, as fill the pages of all clients; in order of arrival.
 
     A page has MOST_ROUNDS rounds between `low` and `high`; while a client has fewer, all parts are taken.
     """
@@ -180,7 +180,7 @@ def _by_round(parts: Sequence[Part]) -> Read:
         rounds, _, nodes, values = newest(parts)
         for number in np.unique(rounds).tolist():
             here = np.flatnonzero(rounds == number)
-            place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
+            place = {int(nodes[i]): i for i in here}  # for a node that reported twice, the newer
             by_round[number] = [*place], values[[*place.values()]]
     return by_round
 
@@ -188,11 +188,11 @@ def _by_round(parts: Sequence[Part]) -> Read:
 def _parts(
     reader: Reader, family: str, statistic: str, arrivals: Sequence[int], clients: Sequence[int]
 ) -> Iterator[Part]:
-    """Of each block what is about a client and its whole round, not about one step of it: [entries × layers]."""
+    """Yield from each block what is about a client and its whole round, not a single step: [entries × layers]."""
     for arrival in arrivals:
         block = read_block(reader, arrival)
         if block is None:
-            continue  # merged with others meanwhile: the next look finds it there
+            continue  # merged with others in the meantime: the next request finds it there
         count, coordinates, details, blobs = block
         entries = entries_of(coordinates, details, count)
         keep = np.flatnonzero(np.isin(entries.nodes, clients) & (entries.steps == NONE))
@@ -203,19 +203,19 @@ def _parts(
 
 
 def _against(cohort: tuple[list[int], Array], mine: int, how: str) -> Array:
-    """A client's layers in one round, against the median of all."""
+    """Return a client's layers in one round, compared with the median of all."""
     nodes, values = cohort
     own, middle = values[nodes.index(mine)], medians(values)
     if how == "difference":
         return np.asarray(own - middle)
     with np.errstate(all="ignore"):
-        # Where all are zero, nobody differs.
+        # If all are zero, nobody differs.
         return np.where(own == middle, 0.0, np.log2(own / middle))
 
 
 def medians(values: Array) -> Array:
-    """The median of the finite values in each column; NaN where there is none."""
-    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
+    """Return the median of the finite values in each column; NaN if there is none."""
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN is sorted last
     counts = np.sum(~np.isnan(ordered), axis=0)
     middle = np.full(values.shape[1], np.nan)
     some = np.flatnonzero(counts)

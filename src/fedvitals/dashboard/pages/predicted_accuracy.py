@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a model that a what-if gives on the experiment's own test samples, beside the model that the run had.
+"""Tests the model of a what-if on the experiment's own test samples, and compares it with the run's model.
 
-Possible where the tape has the experiment and this machine its data. The error is that of so many samples: the standard
-deviation of a sample's score over the root of their number; of the difference, the samples are the same for both.
+Possible if the tape contains the experiment and this machine has its data. The error comes from the number of samples:
+the standard deviation of a sample's score over its square root; for the difference, the samples are the same for both.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fedvitals.views.memo import remembered
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST = 4e9  # weights times samples that a page computes: about a second
+MOST = 4e9  # the most weights times samples that a page computes: about a second
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedScore:
-    """A score of the model as it would have been, beside that of the recorded one; errors are standard errors."""
+    """A score of the hypothetical model and of the recorded one; errors are standard errors."""
 
-    name: str  # «accuracy», or what the experiment's loss is judged by
+    name: str  # «accuracy», or the score that belongs to the experiment's loss
     unit: str
     recorded: float
     changed: float
-    error: float  # of the changed one
+    error: float  # of the changed model
     difference: float
     difference_error: float
     samples: int
@@ -39,7 +39,7 @@ class PredictedScore:
 def predicted_score(
     reader: Reader, run: str, index: Opened, recorded: Tensor, changed: Tensor
 ) -> PredictedScore | None:
-    """Test both models; None where there is no experiment, no data, or too much to compute for a page."""
+    """Test both models; None if there is no experiment, no data, or too much to compute for a page."""
     text = index.tape.setting.told.get("experiment")
     if not isinstance(text, str):
         return None
@@ -49,7 +49,7 @@ def predicted_score(
             return None
         before, after = (engine.evaluate(model)[1].double() for model in (recorded, changed))
     except (FedvitalsError, OSError, ModuleNotFoundError, RuntimeError, ValueError):
-        return None  # the data are not here, or the model is another one than the experiment says
+        return None  # the data are not here, or the model differs from the experiment's
     name = engine.site.loss.score_name
     unit = "share" if name == "accuracy" else ""
     means, error = [float(scores.mean()) for scores in (before, after)], _standard_error(after)
@@ -62,7 +62,7 @@ def _standard_error(scores: Tensor) -> float:
 
 
 def _engine(text: str) -> Any:
-    """Return an engine over the experiment's data; None where testing would keep a person waiting."""
+    """Return an engine over the experiment's data; None if testing would keep the user waiting."""
     from fedvitals.lab import read  # noqa: PLC0415 - needs torch
     from fedvitals.lab.engines.engine import Engine  # noqa: PLC0415
     from fedvitals.lab.run import prepare_site  # noqa: PLC0415

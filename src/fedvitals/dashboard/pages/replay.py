@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the pages of a run's tape: what is on it in all rounds, and the state of the federation at one of them."""
+"""Computes the pages of a run's tape: its content over all rounds, and the state of the federation at one of them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ HOW = (
 )
 CODE = 'monitor = fv.Monitor("runs.db", tape=fv.Tape(budget="1 GB"))'
 RANK = {"critical": 0, "warning": 1, "note": 2}
-FINDINGS, ACTIONS, STATES, LAYERS, METRICS = 20, 50, 50, 2000, 100  # the most that a page tells
-STEP = 64 << 20  # bytes on disk of two models that a page reads to compare them
+FINDINGS, ACTIONS, STATES, LAYERS, METRICS = 20, 50, 50, 2000, 100  # the most that a page shows
+STEP = 64 << 20  # size on disk of two models up to which a page reads them to compare
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The worst finding of a round, and how many there were."""
+    """The worst finding of a round, and the number of findings."""
 
     round: int
     severity: str
@@ -54,7 +54,7 @@ class ReplayIndex:
 
     run: str
     there: bool
-    why: str  # it is not
+    why: str  # why there is no tape
     how: str
     code: str
     host: str
@@ -67,7 +67,7 @@ class ReplayIndex:
     answers: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
     left_out: tuple[int, ...] = ()
-    updates: tuple[int, ...] = ()  # that are on the tape whole
+    updates: tuple[int, ...] = ()  # that are completely on the tape
     flags: tuple[Flag, ...] = ()
 
 
@@ -78,13 +78,13 @@ class LayerState:
     name: str
     before: float | None  # norm; None: not finite
     after: float | None
-    same: bool | None  # not one bit has changed
-    step: float | None  # norm of what changed, where both models are on the tape
+    same: bool | None  # whether not a single bit has changed
+    step: float | None  # norm of the change, if both models are on the tape
 
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """What else the server remembered."""
+    """Other state that the server kept."""
 
     name: str
     digest: str
@@ -96,7 +96,7 @@ class MetricRow:
     """A metric before and after a round."""
 
     name: str
-    title: str  # the name for people
+    title: str  # the name for users
     unit: str
     before: float | None
     after: float | None
@@ -114,7 +114,7 @@ class ActionInForce:
 
 @dataclass(frozen=True, slots=True)
 class FoundHere:
-    """A case that was found in a round."""
+    """A case that was found in this round."""
 
     key: str
     severity: str
@@ -141,7 +141,7 @@ class ReplayRound:
     clock_after: float | None = None
     metrics: tuple[MetricRow, ...] = ()
     layers: tuple[LayerState, ...] = ()
-    stepped: bool = False  # whether what changed could be measured
+    stepped: bool = False  # whether the change could be measured
     states: tuple[StateRow, ...] = ()
     cohort: tuple[CameRow, ...] = ()
     total: int = 0
@@ -153,20 +153,20 @@ class ReplayRound:
     whole: int = 0
     norms: str = ""
     norm_layers: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()  # names of all that answered, to choose from
-    suspects: tuple[str, ...] = ()  # of these, who is suspected in troubles of this round and whose update was used
+    nodes: tuple[str, ...] = ()  # names of all clients that answered, for the selection
+    suspects: tuple[str, ...] = ()  # of these, the suspects in troubles of this round whose update was used
     actions: tuple[ActionInForce, ...] = ()
     client: ClientDiff | None = None
 
 
 class Before(msgspec.Struct, frozen=True):
-    """Of the round before, what was measured at its end."""
+    """What was measured at the end of the previous round."""
 
     metrics: dict[str, float | None] = {}
 
 
 def replay_index(reader: Reader, store: Target, run: str) -> ReplayIndex:
-    """Return which rounds are on the tape and how; where there is no tape, how to get one."""
+    """Return which rounds are on the tape and how; without a tape, how to get one."""
     try:
         index = opened(reader, store, run)
     except NoTapeError as error:
@@ -219,7 +219,9 @@ def replay_round(
     limit: int = 50,
     offset: int = 0,
 ) -> ReplayRound:
-    """Return the state at one round, its answers, and one client against the others; ConfigError: not on the tape."""
+    """Return the state at one round, its answers, and one client compared with the others; ConfigError: not on the
+    tape.
+    """
     index = opened(reader, store, run)
     place = index.place(number)
     coverage, trouble, entry = index.coverages[place], index.rows[place].trouble, None
@@ -266,7 +268,7 @@ def _about(reader: Reader, here: Here, coverage: RoundCoverage, trouble: str | N
 
 
 def _suspects(reader: Reader, run: str, entry: RoundEntry) -> tuple[str, ...]:
-    """Return the clients whose updates one would leave out: what they did harms the learning, and was used."""
+    """Return the clients whose updates should be left out: they harmed the learning, and their update was used."""
     used = {came.node for came in entry.came if came.used and came.mark is not None}
     cases = [case for case in cases_of(reader, run) if entry.round in case.rounds and is_trouble(case)]
     learning = [case for case in cases if case.issue_entry.family != "system"]
@@ -309,7 +311,7 @@ def _state(index: Opened, entry: RoundEntry, before: int | None) -> dict[str, An
 
 
 def _steps(index: Opened, entry: RoundEntry) -> dict[str, float]:
-    """How far each layer went, where the models before and after are on the tape, and not too large for a page."""
+    """Return the size of each layer's step, if both models are on the tape, and not too large for a page."""
     tape, marks = index.tape, (entry.state.get("model"), entry.after.get("model"))
     if any(mark is None or not tape.has(mark.digest) for mark in marks):
         return {}
@@ -319,7 +321,7 @@ def _steps(index: Opened, entry: RoundEntry) -> dict[str, float]:
     try:
         before, after = (tape.tensors(digest) for digest in digests)
         return {name: float((flat([after[name]]) - flat([before[name]])).double().norm()) for name in before}
-    except (FedvitalsError, KeyError, RuntimeError):  # damaged: digests are told all the same
+    except (FedvitalsError, KeyError, RuntimeError):  # damaged: the digests are shown anyway
         return {}
 
 

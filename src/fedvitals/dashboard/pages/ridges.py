@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes how the values of one layer's gradient were distributed, round by round.
 
-Where histograms were stored (one bin for each sign and power of two) the shape is known. Elsewhere it is not, and it is
-not made up: mean, standard deviation, smallest and largest are all that can be shown.
+If histograms were stored (one bin for each sign and power of two), the shape is known. Otherwise it is not invented:
+only mean, standard deviation, smallest and largest are shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedvitals.views.layers import chosen_rounds
 from fedvitals.views.series import Numbers, json_numbers
 
 RIDGES = 12
-WORTH = 0.002  # share of a round's values from which a size has a bin of its own
+WORTH = 0.002  # share of a round's values from which a size has its own bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class Distribution:
     layers: tuple[str, ...]
     measured: bool  # whether the shape is known
     note: str
-    bins: tuple[float, ...]  # places on the axis: negative values left, small ones towards the middle
+    bins: tuple[float, ...]  # positions on the axis: negative values left, small ones towards the middle
     labels: tuple[str, ...]  # of the bins: «−2⁻³»
     ridges: tuple[Ridge, ...]
     spread: Spread | None
-    rounds: int  # measured, of which these are some
+    rounds: int  # measured, of which some are shown
 
 
 def distribution(
@@ -97,20 +97,20 @@ def distribution(
 
 
 def _shares(counts: Array) -> Array:
-    """[rounds, signs, sizes], of each round's values; the negative ones first."""
+    """Return [rounds, signs, sizes] as shares of each round's values; the negative ones first."""
     whole = counts.sum(axis=1, keepdims=True)
     return (counts / np.where(whole > 0, whole, 1.0)).reshape(len(counts), 2, EXPONENTS)
 
 
 def _ends(shares: Array) -> tuple[int, int]:
-    """The smallest size worth a bin of its own, and the largest that there is."""
+    """Return the smallest size with its own bin, and the largest that occurs."""
     used = np.flatnonzero(shares.sum(axis=(0, 1)))
     worth = np.flatnonzero(shares.max(axis=(0, 1)) >= WORTH)
     return (int(worth[0]), int(used[-1])) if len(worth) else (0, EXPONENTS - 1)
 
 
 def _joined(shares: Array, low: int, high: int) -> tuple[list[int], Array]:
-    """From the most negative size to the most positive, as places …, −2, −1, 1, 2, …"""
+    """Return sizes from the most negative to the most positive, as positions …, −2, −1, 1, 2, …"""
     kept = shares[..., low : high + 1].copy()
     kept[..., 0] += shares[..., :low].sum(axis=-1)
     sizes = range(1, high - low + 2)

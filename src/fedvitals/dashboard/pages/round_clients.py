@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes who answered in a round and how, and compares one of them with the others, layer by layer."""
+"""Computes which clients answered in a round and how, and compares one of them with the others, layer by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedvitals.dashboard.pages.what_if import Updates
     from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 
-WORDS = 500  # characters of why somebody failed
+WORDS = 500  # characters of a failure's reason
 POINTS = 400  # of a client's local losses
 LAYERS = 2000
 SORTS = ("trouble", "name", "weight", "norm", "first", "last")
@@ -32,7 +32,7 @@ SENT = "of whole models as they were sent: the tape has digests and norms of the
 
 @dataclass(frozen=True, slots=True)
 class CameRow:
-    """One client's part."""
+    """One client's part in the round."""
 
     node: str
     state: str  # «used», «left out», «failed»
@@ -52,7 +52,7 @@ class CameRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """A client's update of one layer against the others'."""
+    """A client's update of one layer compared with the others'."""
 
     name: str
     norm: float | None
@@ -63,23 +63,23 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class ClientDiff:
-    """A client against its cohort in this round. `there`: False where it did not answer."""
+    """A client compared with its cohort in this round. `there`: False if it did not answer."""
 
     node: str
     there: bool
     row: CameRow | None
     norms: str  # what the norms are of
-    clients: int  # of which the median is
+    clients: int  # behind the median
     layers: tuple[LayerDiff, ...]
     cosine: float | None
-    cosines: str  # what of, or why there are none
+    cosines: str  # compared to what, or why there are none
     losses: tuple[float | None, ...]
-    every: int  # of so many local steps one is told
+    every: int  # one in this many local steps is shown
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms by client and layer, [clients, layers], and what they are of."""
+    """Norms by client and layer, [clients, layers], and their source."""
 
     of: str
     layers: tuple[str, ...]
@@ -93,7 +93,7 @@ class Norms:
 
 
 def norms_of(reader: Reader, run: str, entry: RoundEntry, names: Sequence[str], updates: Updates | None) -> Norms:
-    """Return what the monitor measured of the updates; else the updates' norms; else those of the models sent."""
+    """Return the monitor's measured norms of the updates; else the updates' norms; else those of the models sent."""
     measured = queries.layer_round(reader, run, "update", entry.round)
     there = {came.node for came in entry.came if came.mark is not None}
     nodes = [node for node in measured.nodes if node in there]
@@ -152,7 +152,7 @@ def _key(sort: str) -> Any:
 
 
 def _oddness(row: CameRow) -> float | None:
-    """How far its norm is from the median client's, either way; what is not finite comes first."""
+    """Return how far its norm is from the median client's, in either direction; non-finite ones come first."""
     if row.norm is None or not math.isfinite(row.norm):
         return 1e9
     return abs(math.log2(row.ratio)) if row.ratio else 0.0
@@ -185,7 +185,7 @@ def _row(came: ClientReply, norms: Norms, usual: tuple[float | None, Array, floa
 
 
 def losses_of(came: ClientReply) -> Array:
-    """Return the losses of each local step; empty where the bytes are no whole number of floats."""
+    """Return the losses of each local step; empty if the bytes are not a whole number of floats."""
     usable = came.mark is not None and len(came.losses) % 4 == 0
     return np.frombuffer(came.losses, "<f4") if usable else np.empty(0, "<f4")
 
@@ -193,7 +193,7 @@ def losses_of(came: ClientReply) -> Array:
 def client_diff(
     entry: RoundEntry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str
 ) -> ClientDiff:
-    """Compare a client with its cohort; `updates`: all whole ones, or why they are not there."""
+    """Compare a client with its cohort; `updates`: all complete ones, or why they are unavailable."""
     came = entry.reply_of(node)
     row = next((other for other in rows if other.node == node), None)
     cosines, whole, words = _cosines(updates, node)
@@ -214,7 +214,7 @@ def client_diff(
 
 
 def _cosines(updates: Updates | str, node: str) -> tuple[dict[str, float | None], float | None, str]:
-    """To the mean by weight of all used updates: by layer, and of the whole."""
+    """Return the cosines to the weighted mean of all used updates: by layer, and of the whole."""
     if isinstance(updates, str):
         return {}, None, f"Directions cannot be compared: {updates}"
     if node not in updates.nodes:

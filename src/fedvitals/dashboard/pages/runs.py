@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the list of runs, a page at a time: filtered, sorted, each with its health at a glance.
 
-What a list tells of a run is looked up once and remembered until the run changes; what has not to be known to filter
-and to sort is looked up for the runs of the page only.
+What a list shows of a run is computed once and cached until the run changes; what is not needed to filter and sort is
+only computed for the runs of the page.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ Sort = Literal[
 ]  # fmt: skip
 Order = Literal["up", "down"]
 WORST_FIRST: tuple[State, ...] = ("ill", "watch", "warming", "unjudged", "healthy")
-DOWN_BY_ITSELF = ("accuracy", "findings", "duration", "bytes", "clients", "progress", "started")  # large first
-FROM_HEADS = ("newest", "name", "host", "started")  # what can be sorted by without the facts
+DOWN_BY_ITSELF = ("accuracy", "findings", "duration", "bytes", "clients", "progress", "started")  # largest first
+FROM_HEADS = ("newest", "name", "host", "started")  # columns that can be sorted without the facts
 REMEMBERED = 20_000  # runs
 
 
 @dataclass(frozen=True, slots=True)
 class RunsAsked:
-    """Which runs are asked for, and in which order."""
+    """Which runs are requested, and in which order."""
 
     search: str = ""
     state: RunState | None = None
     health: State | None = None
     tag: str | None = None
     sort: Sort = "newest"
-    order: Order | None = None  # None: as it makes sense for the column
+    order: Order | None = None  # None: the natural order of the column
     limit: int = 50
     offset: int = 0
 
@@ -70,7 +70,7 @@ class RunRow:
     topology: str | None
     tags: tuple[str, ...]
     state: RunState
-    written: bool  # whether somebody is there who may write to it still
+    written: bool  # whether a process that may still write to it is alive
     health: State
     headline: str  # the verdict
     key: str | None  # of the worst case
@@ -80,7 +80,7 @@ class RunRow:
     started: float | None
     finished: float | None
     last_record: float | None
-    seconds: float | None  # so far, where it is not finished
+    seconds: float | None  # so far, if it is not finished
     clients: int
     accuracy: float | None
     loss: float | None
@@ -92,7 +92,7 @@ class RunRow:
 class RunsPage:
     """A page of the list."""
 
-    total: int  # that were asked for
+    total: int  # that match the request
     stored: int  # in the store
     running: int
     tags: tuple[str, ...]  # of all runs
@@ -101,7 +101,7 @@ class RunsPage:
 
 @dataclass(frozen=True, slots=True)
 class _Head(RunHead):
-    """What is known of every run without looking at its records."""
+    """What is known of every run without reading its records."""
 
     last_record: float | None  # of runs without an end
     written: bool
@@ -114,7 +114,7 @@ class _Head(RunHead):
 
 
 class RunList:
-    """The list of runs, with what is remembered of each; for several threads."""
+    """The list of runs, with a cache for each; thread-safe."""
 
     def __init__(self) -> None:
         self._facts = Remembered[str, RunFacts](REMEMBERED)
@@ -127,7 +127,7 @@ class RunList:
         is_written: Callable[[str, bool], bool] = lambda _run, _newest: False,
         now: float | None = None,
     ) -> RunsPage:
-        """`version(run)` changes when the run does; `is_written(run, newest)`: whether its training is still there."""
+        """Return a page. `version(run)` changes with the run; `is_written(run, newest)`: whether it is written."""
         heads = _heads(reader, is_written, time.time() if now is None else now)
         chosen = [head for head in heads if _is_asked(head, asked)]
         rows: Iterable[RunRow]
@@ -151,7 +151,7 @@ class RunList:
         facts = self._facts.get(head.id, version(head.id), lambda: facts_of(reader, head.id, head.marks))
         end = head.finished if head.finished is not None else facts.last_record
         seconds = None if end is None or head.started is None else max(0.0, end - head.started)
-        # Of both, the last record is that of the facts: a head knows it of runs without an end only.
+        # If both have a last record, the facts' one is used: a head only knows it for runs without an end.
         return copied(RunRow, facts, head, facts.verdict, health=facts.verdict.state, state=head.state, seconds=seconds)
 
 
@@ -186,7 +186,9 @@ def _is_asked(head: _Head, asked: RunsAsked) -> bool:
 
 
 def _sorted(heads: list[Any], asked: RunsAsked) -> list[Any]:
-    """Heads or rows in the order asked for; what has no value comes last either way, and of equals the newest first."""
+    """Return heads or rows in the requested order; missing values come last either way, and among equals the newest
+    first.
+    """
     newest = sorted(heads, key=lambda head: (-(head.started or 0.0), head.id))
     if asked.sort == "newest":
         order = sorted(newest, key=lambda head: head.state != "running")
@@ -211,23 +213,23 @@ VALUES: Mapping[str, Callable[[Any], Any]] = {
     "bytes": attrgetter("bytes"),
     "clients": attrgetter("clients"),
 }
-assert set(VALUES) == set(get_args(Sort)) - {"newest"}  # noqa: S101 - a word without a meaning is our own mistake
+assert set(VALUES) == set(get_args(Sort)) - {"newest"}  # noqa: S101 - a sort key without a value is a bug of ours
 
 
-# Bytes that a row takes with its part of the indexes, as measured in stores of real runs; what is packed is counted.
+# The size of a row with its part of the indexes, measured in stores of real runs; packed data are counted exactly.
 _ROWS = {"metric": 75, "event": 400, "span": 390, "transfer": 75, "sketch": 150, "finding": 1400, "action": 500}
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What would go if the run were deleted."""
+    """What deleting the run would remove."""
 
     id: str
     name: str
     rounds: int
     records: int
-    bytes: int  # about
-    tape_bytes: int = 0  # of its tape, which goes with it
+    bytes: int  # approximately
+    tape_bytes: int = 0  # of its tape, which is deleted with it
 
 
 def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
@@ -243,12 +245,12 @@ def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
     )
 
 
-POINTS = 60  # of a sparkline
+POINTS = 60  # per sparkline
 
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """A metric's course in few points, which keep the extremes."""
+    """A metric over the rounds in a few points, which keep the extremes."""
 
     name: str
     of: str  # «federation» or «median client»
@@ -258,7 +260,7 @@ class Spark:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the list tells of a run."""
+    """What the list shows of a run."""
 
     rounds: int
     planned: int | None
@@ -295,7 +297,7 @@ def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
 def _judged(
     reader: Reader, run: Run, marks: Sequence[Mark], rounds: int, clients: int
 ) -> tuple[dict[str, int], Verdict]:
-    """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
+    """Return cases by severity, and the verdict as from `verdict_of`, without details that do not fit a list."""
     cases = cases_of(reader, run.id)
     facts = facts_in_short(reader, run, rounds, clients, marks)
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
@@ -303,7 +305,7 @@ def _judged(
 
 
 def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:
-    """Return the federation's own values, else the median client's of some rounds; None where nothing was measured."""
+    """Return the federation's own values, else the median client's of some rounds; None if nothing was measured."""
     history = reader.history(run)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
@@ -326,7 +328,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
-    """Reduce to `POINTS`: the smallest and largest of each stretch, and the newest; None for what is not finite."""
+    """Reduce to `POINTS`: the smallest and largest of each section, and the newest; None for what is not finite."""
     places = list(range(len(rounds)))
     if len(places) > POINTS:
         stretches, newest = (POINTS - 1) // 2, places.pop()

@@ -13,9 +13,9 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.store import DEFAULT, Target, store_target
 from fedvitals.views.cases import concerns
 
-PLAIN = re.compile(r"[\w.\-]+", re.ASCII)  # names that need no care inside a session's own line
+PLAIN = re.compile(r"[\w.\-]+", re.ASCII)  # names that need no quoting in a session's own command line
 
-NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # what these rules cannot do without
+NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # arguments that these rules require
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Which round of which run; `node`: who was chosen, and whether it answered in this round."""
+    """A round of a run; `node`: the selected client, and whether it answered in this round."""
 
     run: str
     store: Target
@@ -39,13 +39,13 @@ class Here:
 
     @property
     def replay(self) -> str:
-        """Of a plain loop it must be told what restores a state and what trains: `fv.open_replay(loop=...)`."""
+        """Return the command; a plain loop's must name what restores a state and trains: `fv.open_replay(loop=...)`."""
         own = "" if self.host in ("lab", "flower") else " --loop MODULE:NAME"
         return f"fedvitals replay {shlex.quote(self.run)}{_where(self.store)}{own}"
 
 
 def commands_of(here: Here, coverage: RoundCoverage, cases: Sequence[Case]) -> tuple[Command, ...]:
-    """Return what can be done with this round, and with the client that is chosen; nothing where nothing can."""
+    """Return what can be done with this round, and with the selected client; empty if nothing can."""
     if here.host == "flower":
         return _of_flower(here)
     if coverage.kind in (DIGESTS, DAMAGED):
@@ -70,7 +70,7 @@ def commands_of(here: Here, coverage: RoundCoverage, cases: Sequence[Case]) -> t
 
 
 def _of_flower(here: Here) -> tuple[Command, ...]:
-    """Here the server's work; a client's own data are at its site, and so is what it was sent."""
+    """Return the server's commands for here; a client's own data, and what it was sent, are at its site."""
     who, number = shlex.quote(here.node) if here.node else "NODE", here.round
     site = f"fedvitals replay {shlex.quote(here.run)} --tape FOLDER --round {number} --node {who} --pdb"
     return (
@@ -80,7 +80,7 @@ def _of_flower(here: Here) -> tuple[Command, ...]:
 
 
 def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
-    """From the last round that was well, as far as findings tell."""
+    """Return the command that bisects from the last healthy round, as far as findings show."""
     about = [case for case in cases if here.node is None or concerns(case, here.node)]
     begun = [case.first if case.since is None else case.since for case in about]
     good = max(0, min((round_index for round_index in begun if round_index is not None), default=here.round) - 1)
@@ -101,6 +101,6 @@ def what_if_command(run: str, store: Target, number: int, drop: Sequence[str], r
 
 
 def _where(store: Target) -> str:
-    """Of a database nothing: its address may hold a password, and is in the reader's own settings."""
+    """Return the option for the store; none for a database, whose address may contain a password."""
     target = store_target(store)
     return "" if isinstance(target, str) or str(target) == DEFAULT else f" --store {shlex.quote(str(target))}"

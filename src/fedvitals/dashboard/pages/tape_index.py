@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Indexes what is on a run's tape, a few numbers for each round, for the scrubber over all rounds.
 
-A round of a thousand clients is a third of a megabyte of digests. So each is read once, and only in part; what was read
-stays, since entries never change. What is stored whole does change, as a tape thins itself: that is asked anew.
+A round of a thousand clients has a third of a megabyte of digests. So each is read once, and only in part; what was
+read stays valid, since entries never change. What is stored completely does change, as a tape thins itself: it is read
+again.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ class NoTapeError(FedvitalsError):
 
 
 class StateDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Of the mark of a state, only its digest."""
+    """The digest of a state's mark."""
 
     digest: str
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """Of a client's answer, what the index needs."""
+    """The parts of a client's answer that the index needs."""
 
     mark: StateDigest | None = None
     used: bool = True
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """Of the notes of a round, what the index needs."""
+    """The parts of a round's notes that the index needs."""
 
     actions: Any = None  # corrections in force, as the host wrote them
 
 
 class EntrySummary(msgspec.Struct, frozen=True):
-    """Of an Entry, what the index needs."""
+    """The parts of an Entry that the index needs."""
 
     state: dict[str, StateDigest] = {}
     notes: Noted = Noted()
@@ -77,13 +78,13 @@ class TapedRound:
     failed: int = 0
     left_out: int = 0
     lost: int = 0
-    restores: int | None = None  # the round whose model this one went back to
+    restores: int | None = None  # the round whose model this one restored
     trouble: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCoverage:
-    """What can be done with one round now. `since`: from which round on it is run again; None: it cannot be."""
+    """What can be done with one round now. `since`: the round from which it is rerun; None: it cannot be."""
 
     kind: str
     since: int | None
@@ -112,7 +113,7 @@ def tape_of(store: Target, run: str) -> TapeReader:
 
 
 def sign_of(store: Target, run: str) -> str:
-    """Return what changes as soon as something is written to the tape or removed; looks at folders, not at files."""
+    """Return a value that changes when something is written to the tape or removed; checks folders, not files."""
     folder = spill_folder(store) / "tape" / Path(run).name
     times = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
     times += [_when(folder_of_objects) for folder_of_objects in sorted(folder.glob("objects/??"))]
@@ -127,7 +128,7 @@ def _when(path: Path) -> int:
 
 
 class Index:
-    """The rounds of one tape; for several threads."""
+    """The rounds of one tape; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,7 +138,7 @@ class Index:
         self.rows: list[TapedRound] = []
 
     def look(self, tape: TapeReader, sign: str) -> tuple[list[TapedRound], list[RoundCoverage]]:
-        """Return what is on the tape now; only rounds that are new since the last look are read."""
+        """Return what is on the tape now; only rounds that are new since the last call are read."""
         with self._lock:
             if sign != self._sign:
                 self.rows = [self._row(tape, number) for number in tape.rounds]
@@ -156,7 +157,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A tape, and what its index says at this moment."""
+    """A tape, and the current content of its index."""
 
     tape: TapeReader
     rows: Sequence[TapedRound]
@@ -164,7 +165,7 @@ class Opened:
     sign: str
 
     def place(self, number: int) -> int:
-        """Return the place of a round among all; ConfigError where the tape does not have it."""
+        """Return the position of a round among all; ConfigError if it is not on the tape."""
         place = bisect_left(self.rows, number, key=lambda row: row.round)
         if place == len(self.rows) or self.rows[place].round != number:
             ends = f"It has rounds {self.rows[0].round} to {self.rows[-1].round}." if self.rows else "It has none yet."
@@ -173,7 +174,7 @@ class Opened:
 
 
 def opened(reader: Reader, store: Target, run: str) -> Opened:
-    """Open a tape with its index, remembered between requests; NoTapeError where there is no tape."""
+    """Open a tape with its index, cached between requests; NoTapeError if there is no tape."""
     sign = sign_of(store, run)
     tape = remembered(reader, "tape", run, sign, lambda: tape_of(store, run))
     index = remembered(reader, "tape index", run, str(tape.folder), Index)
@@ -207,7 +208,7 @@ def _read(tape: TapeReader, number: int) -> TapedRound:
 
 
 def _restored(actions: Any) -> int | None:
-    """The round that a correction went back to."""
+    """Return the round that a correction restored."""
     for action in actions if isinstance(actions, list) else ():
         arguments = action.get("arguments") if isinstance(action, dict) else None
         target = arguments.get("restore") if isinstance(arguments, dict) else None
@@ -225,9 +226,9 @@ def keys_of(digests: Sequence[str]) -> Keys:
 
 
 def coverages(rows: Sequence[TapedRound], whole: frozenset[str], *, from_seed: bool) -> list[RoundCoverage]:
-    """Of each round: whether its state is stored, else from which one it is run again, and how many updates there are.
+    """Return for each round whether its state is stored, else from which one it is rerun, and its number of updates.
 
-    As `TapeReader.coverage`, in one pass.
+    Like `TapeReader.coverage`, in one pass.
     """
     there = keys_of([digest for digest in whole if len(digest) == 32])
     restores = [(row.round, row.restores) for row in rows if row.restores is not None]
@@ -246,7 +247,7 @@ def coverages(rows: Sequence[TapedRound], whole: frozenset[str], *, from_seed: b
 def _before_restores(
     start: int | None, number: int, restores: Sequence[tuple[int, int]], since: Mapping[int, int | None]
 ) -> int | None:
-    """A round that went back to an earlier state needs that one to be passed again."""
+    """Return where to start: a round that restored an earlier state requires passing that one again."""
     if start is None:
         return None
     for later, target in restores:

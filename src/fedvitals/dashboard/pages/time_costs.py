@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes where the time of some rounds went, of as many rounds as can be read while a person waits.
+"""Computes where the time of some rounds went, as many as can be read interactively.
 
-`views.profile` reads all of a run's Spans: half a million, of a thousand clients and five hundred rounds. Here it is
-the newest rounds, unless others are asked for, and the page says which. For all rounds there is `views.phases`.
+`views.profile` reads all of a run's Spans: half a million for a thousand clients and five hundred rounds. Here it is
+the newest rounds, unless others are requested, and the page says which. For all rounds there is `views.phases`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedvitals.views.timed_rounds import AskedRounds, Window, asked_rounds, reco
 from fedvitals.views.waiting import waiting_of
 
 NAMED = 10  # nodes in a list
-CUT = 5  # clients that a row of the what-if table names
+CUT = 5  # clients named in a row of the what-if table
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class RoundLine:
-    """One round and what it was bound by."""
+    """One round and what bound it."""
 
     round: int
     seconds: float
-    kind: str  # what it was bound by
+    kind: str  # what bound it
     headline: str
 
 
@@ -71,7 +71,7 @@ class SlowNode:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What another setting would give: a row of the what-if table, or a remedy."""
+    """The effect of another setting: a row of the what-if table, or a remedy."""
 
     name: str
     why: str
@@ -99,15 +99,15 @@ class TimeCosts:
     kind: str | None = None
     share: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
-    seconds: float | None = None  # of a round, the mean
+    seconds: float | None = None  # mean of a round
     path: tuple[Spent, ...]  # the rounds' own length, along their critical paths
-    clients: tuple[Spent, ...]  # all clients' time together
+    clients: tuple[Spent, ...]  # total of all clients' time
     server: tuple[Spent, ...]
     rounds: tuple[RoundLine, ...]  # the longest first
     stragglers: tuple[SlowNode, ...]
     waited: str  # for whom the rounds waited, and how long, in words; empty: for nobody in particular
     unaccounted: float | None
-    left_open: int | None  # a round without an end: nothing of it is in here
+    left_open: int | None  # a round without an end, which is not included
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Changes:
 
     clock: str
     window: Window
-    before: float | None  # seconds of a round as it was, the mean
-    what_if: tuple[Gain, ...]  # what gains most for its price first
+    before: float | None  # mean seconds of a round as recorded
+    what_if: tuple[Gain, ...]  # best gain for the cost first
     remedies: tuple[Gain, ...]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers what-if questions about a round at once: its updates from the tape, aggregated otherwise, without training.
+"""Answers what-if questions about a round at once: its updates from the tape, aggregated differently, without training.
 
-Where the tape has not got all of a round's updates, the answer says so, with the command that computes them again.
+If the tape lacks some of a round's updates, the answer says so, with the command that computes them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import RoundEntry
     from fedvitals.replay.tape.reader import TapeReader
 
-LARGEST = 128 << 20  # bytes of updates that a page holds: more is for the command line
+LARGEST = 128 << 20  # bytes of updates that a page holds: more is left to the command line
 RECORDED = "recorded"
 RULES = ("fedavg", "median", "trimmed_mean", "geometric_median", "norm_clipping", "krum", "multi_krum")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -32,12 +32,12 @@ LAYERS = 2000
 
 
 class LackingError(FedvitalsError):
-    """The tape has not got what this needs, and why."""
+    """The tape lacks something needed; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """All updates of a round that were used, whole: [clients, size]; `starts`: what each was trained from."""
+    """All used updates of a round, complete: [clients, size]; `starts`: the model each was trained from."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -61,18 +61,18 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class ChangedLayer:
-    """A layer's step as it was, and as it would have been."""
+    """A layer's step as recorded, and the hypothetical one."""
 
     name: str
-    recorded: float | None  # norm of the step that was taken
-    changed: float | None  # of the step that would have been
-    apart: float | None  # of the difference of the two
+    recorded: float | None  # norm of the recorded step
+    changed: float | None  # of the hypothetical step
+    apart: float | None  # norm of their difference
     cosine: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A round's step as it was, and as it would have been."""
+    """A round's step as recorded, and the hypothetical one."""
 
     run: str
     round: int
@@ -81,12 +81,12 @@ class WhatIf:
     command: str
     rule: str
     rules: tuple[str, ...]
-    own: str  # the run's own rule, where it is known
+    own: str  # the run's own rule, if it is known
     dropped: tuple[str, ...]
-    used: int  # updates that are put together
+    used: int  # updates that are aggregated
     of: int
-    against: str  # what it is compared with: «the recorded step», or «the mean of all»
-    same: bool | None  # whether putting all together by the run's own rule gives the recorded model, bit by bit
+    against: str  # the reference: «the recorded step», or «the mean of all»
+    same: bool | None  # whether aggregating all by the run's own rule gives the recorded model, bit for bit
     recorded: float | None
     changed: float | None
     apart: float | None
@@ -94,13 +94,13 @@ class WhatIf:
     cosine: float | None
     layers: tuple[ChangedLayer, ...]
     notes: tuple[str, ...]
-    score: PredictedScore | None = None  # of the model after the round, where the experiment's test data are here
+    score: PredictedScore | None = None  # of the model after the round, if the experiment's test data are here
 
 
 def what_if(
     reader: Reader, store: Target, run: str, number: int, drop: Sequence[str] = (), rule: str = RECORDED
 ) -> WhatIf:
-    """Compute a round's step without some clients, or by another rule, beside the one that was taken."""
+    """Compute a round's step without some clients, or by another rule, and compare it with the recorded one."""
     index = opened(reader, store, run)
     place = index.place(number)
     command = what_if_command(run, store, number, drop, rule)
@@ -120,13 +120,13 @@ def what_if(
 
 
 def updates_of(reader: Reader, run: str, index: Opened, entry: RoundEntry) -> Updates:
-    """Read the updates of a round, which are kept for the next question."""
+    """Read the updates of a round, which are cached for the next question."""
     key = (run, entry.round, index.sign)
     return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(index.tape, entry))
 
 
 def whole_updates(tape: TapeReader, entry: RoundEntry) -> Updates:
-    """Read the whole updates of a round; LackingError says what the tape does not have."""
+    """Read the complete updates of a round; LackingError says what the tape lacks."""
     import torch  # noqa: PLC0415 - an extra
 
     used = [came for came in entry.came if came.mark is not None and came.used]
@@ -146,7 +146,7 @@ def whole_updates(tape: TapeReader, entry: RoundEntry) -> Updates:
         raise LackingError(f"{len(used)} updates of {sum(sizes)} values each are more than a page computes.")
     states = torch.empty(len(used), sum(sizes))
     for row, came in enumerate(used):
-        assert came.mark is not None  # noqa: S101 - they were chosen so
+        assert came.mark is not None  # noqa: S101 - guaranteed by the selection
         tensors = tape.tensors(came.mark.digest)
         if tuple(tensor.numel() for tensor in tensors.values()) != sizes:
             raise LackingError(f"The update of {came.node} has other tensors than the model.")
@@ -203,7 +203,7 @@ def _compared(
 
 
 def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any], list[str]]:
-    """The aggregator of the run itself, with what it remembered; the mean where nobody knows."""
+    """Return the run's own aggregator, with its state; the mean if it is unknown."""
     from fedvitals.lab.aggregators.averages import FedAvg  # noqa: PLC0415 - needs torch
 
     notes = []
@@ -253,7 +253,7 @@ def _is_recorded(updates: Updates, model: Tensor, entry: RoundEntry) -> bool | N
 
 
 def _numbers(mine: Tensor, yours: Tensor) -> tuple[float | None, float | None, float | None, float | None]:
-    """Norms of two steps and of their difference, and their cosine."""
+    """Return the norms of two steps and of their difference, and their cosine."""
     first, second = mine.double(), yours.double()
     lengths = float(first.norm()), float(second.norm())
     cosine = float(first @ second) / (lengths[0] * lengths[1]) if lengths[0] and lengths[1] else None

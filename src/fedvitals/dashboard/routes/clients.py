@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of clients: the table of all, the page of one, the map of updates.
 
-A client's name travels as a query parameter: it may hold slashes, dots and question marks, which a path does not keep.
+A client's name is a query parameter: it may contain slashes, dots and question marks, which a path does not preserve.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def map_of_updates(
     """The updates of a round in a plane, and their cosines."""
 
     def work(reader: Reader, run_id: str) -> UpdateMap:
-        layouts: Layouts = request.app.state.reader_cache.layouts  # here: those of a store that was replaced are gone
+        layouts: Layouts = request.app.state.reader_cache.layouts  # here, because those of a replaced store are gone
         history = reader.history(run_id)
         rounds = history.rounds()
         about = {"severities": severities(reader, run_id), "groups": groups_of(history, rounds[-1]) if rounds else {}}
@@ -118,7 +118,7 @@ def _roster(request: Request, reader: Reader, run: str) -> Roster:
 
 
 def _of_client(reader: Reader, run: str, work: Callable[..., Any], node: str, *arguments: Any) -> Any:
-    """What `work` gives of a client; 404 where the run has no such node."""
+    """Return what `work` returns for a client; 404 if the run has no such node."""
     if not has_node(reader, run, node):
         raise HttpError(404, f"The run {run} has no client '{node}'.")
     return work(reader, run, node, *arguments)

@@ -41,7 +41,9 @@ def compare(
         return chosen(reader, [first, *(run for run in ids if run != first)], repeats=repeats, most=REPEATS)
 
     def figures(reader: Reader, run: str) -> Figures:
-        """The figures of a run, until it changes: who adds one to a comparison does not wait for the others again."""
+        """Return the figures of a run, cached until it changes: adding a run does not mean waiting for the others
+        again.
+        """
         read: Figures = known.get(run, cache.tracker.version(run), lambda: figures_of(reader, run))
         return read
 

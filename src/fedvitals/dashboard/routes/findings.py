@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of a run's findings, and of what people say of them: acknowledged, muted."""
+"""Routes of a run's findings, and of their marks: acknowledged, muted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class CaseMarks:
-    """What people have said of a case."""
+    """The marks that people have set on a case."""
 
     key: str
     acknowledged: bool
@@ -102,9 +102,9 @@ def unmute(request: Request, run: RunPath, key: KeyPath) -> Response:
 
 
 def _marked(request: Request, run: str, key: str, kind: str, value: str | None) -> Response:
-    """Set the mark of a case, or take it back (None); to take back what was not marked is no error.
+    """Set the mark of a case, or remove it (None); removing a mark that is not set is no error.
 
-    Only of a run named by its whole id: a name or a beginning may mean another run tomorrow.
+    Only for a run given by its full id: a name or a beginning may mean another run tomorrow.
     """
     cache: ReaderCache = request.app.state.reader_cache
     with cache.reader() as reader:

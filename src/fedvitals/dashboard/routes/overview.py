@@ -36,7 +36,7 @@ def get_series(
     request: Request,
     run: RunPath,
     names: Signs,
-    nodes: Nodes = [],  # noqa: B006 - nobody changes it
+    nodes: Nodes = [],  # noqa: B006 - never modified
     points: Points = 1000,
     first: First = None,
     last: Last = None,

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from fedvitals.dashboard.run_address import run_of_part
 
-FURTHEST = 2**53  # the largest whole number that a browser can say
+FURTHEST = 2**53  # the largest integer that a browser can represent
 RunPath = Annotated[
     str,
     Meta(

@@ -17,7 +17,7 @@ from fedvitals.store.schema import TABLE, Table
 
 router = Router("records")
 Kind = Literal["metric", "event", "span", "transfer", "finding", "action", "snapshot"]
-LARGEST = 2**53  # what JSON and a browser count exactly
+LARGEST = 2**53  # the largest integer that JSON and a browser count exactly
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes of a run's tape: its index, one round of it, and what-if questions.
 
-Read only, and nothing is trained here: what is not on the tape is left to the command line.
+Read-only, and nothing is trained here: what is not on the tape is left to the command line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sort = Literal["trouble", "-trouble", "name", "-name", "weight", "-weight", "nor
 
 
 def taped(request: Request, run: str, work: Callable[..., Any], *arguments: Any, **settings: Any) -> Response:
-    """As `answer`; what is on the tape counts for the ETag, too."""
+    """Like `answer`, with the content of the tape included in the ETag."""
     store: Target = request.app.state.reader_cache.target
 
     def read(reader: Reader, run: str) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Route of the report on a run, or on the comparison of several, as a file.
 
-It is written by `fedvitals report` in a process of its own: drawing takes seconds of processor time and memory that
-the dashboard would keep.
+`fedvitals report` writes it in a separate process: drawing takes seconds of processor time and memory that the
+dashboard would keep.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def file_name(name: str, ids: list[str]) -> str:
 def _written(ids: list[str], kind: str, name: str, target: str | Path) -> Response:
     with tempfile.TemporaryDirectory(prefix="fedvitals-report-") as folder:
         file = Path(folder) / f"report.{kind}"
-        # -P: modules come from the installation alone, never from the folder in which a stranger's store may lie.
+        # -P: modules only come from the installation, never from the folder of a stranger's store.
         command = [sys.executable, "-P", "-m", "fedvitals.cli", "report", "-o", str(file), "--", *ids]
-        # Not an argument: an address may contain a password, and all users of a machine see arguments.
+        # Not an argument: an address may contain a password, and all users of a machine can see arguments.
         store = target if isinstance(target, str) else str(Path(target).resolve())
         environment = {**os.environ, "FEDVITALS_STORE": store}
         try:

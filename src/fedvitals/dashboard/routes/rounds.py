@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of time, memory and bytes: the profile, one round, and who talked to whom in it."""
+"""Routes of time, memory and bytes: the profile, one round, and which nodes exchanged messages in it."""
 
 from __future__ import annotations
 

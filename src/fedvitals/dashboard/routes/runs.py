@@ -24,7 +24,7 @@ from fedvitals.views.status import RunState
 from fedvitals.views.verdict import State
 
 router = Router("runs")
-_DELETING = threading.Lock()  # a store's own lock is between processes
+_DELETING = threading.Lock()  # a store's own lock works between processes
 MOST_TAGS = 20  # of a run
 CONFLICT = (409,)
 TagPath = Annotated[str, Meta(min_length=1, max_length=40, description="A word or two of a person's own.")]
@@ -41,13 +41,13 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What was deleted."""
+    """The result of a deletion."""
 
     id: str
     name: str
     records: int
-    bytes: int  # that its records took
-    tape_bytes: int  # and its tape
+    bytes: int  # size of its records
+    tape_bytes: int  # and of its tape
 
 
 @router.get("/api/runs", RunsPage)
@@ -120,7 +120,7 @@ def delete(request: Request, run: RunPath) -> Response:
 
 
 def _exact(request: Request, run: str) -> str:
-    """The run of this very id: nothing is changed on a name or a beginning that may mean another run tomorrow."""
+    """Return the run with exactly this id: a name or a beginning of an id may mean another run tomorrow."""
     with request.app.state.reader_cache.reader() as reader:
         if not has_run(reader, run):
             raise HttpError(404, f"There is no run with the id '{run[:100]}'.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of what every page shows at its edges: the store, the state of a run, and which runs have changed."""
+"""Routes of what every page shows in its header and footer: the store, the state of a run, and which runs changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = Router("status")
 
 
 def this_moment() -> str:
-    """For answers that change without a change in the store: a run dies."""
+    """Return a version for answers that change without a change in the store, as when a run dies."""
     return f".{int(time.time() // 5)}"
 
 

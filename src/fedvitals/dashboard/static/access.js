@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Whether this page may change the store. The token of the printed address is kept for this origin, which is one port
-// of one host: unlike a cookie, no other server on this machine is ever sent it.
+// of one host: unlike a cookie, it is never sent to another server on this machine.
 
 import { addressOf } from "./root.js";
 
@@ -13,11 +13,11 @@ export function keepToken(token) {
   try {
     localStorage.setItem(KEY, token);
   } catch {
-    // a browser that keeps nothing: the page stays one that reads
+    // a browser without storage: the page can only read
   }
 }
 
-/** The header that shows the token; none where there is no token. */
+/** The header with the token; none without a token. */
 export function authorization() {
   try {
     const token = localStorage.getItem(KEY);
@@ -27,12 +27,12 @@ export function authorization() {
   }
 }
 
-/** When another page of this dashboard was opened with the token. */
+/** Called when another page of this dashboard was opened with the token. */
 export function onToken(listener) {
   addEventListener("storage", (event) => event.key === KEY && listener());
 }
 
-/** The properties of a control that changes something: disabled, with the reason, where that is not allowed. */
+/** The properties of a control that changes something: disabled, with the reason, if that is not allowed. */
 export function changing(props) {
   return access.changes ? props : { ...props, disabled: true, title: `${READ_ONLY.replaceAll("`", "")}.` };
 }

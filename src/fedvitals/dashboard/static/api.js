@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The server's answers. What has not changed is not sent again (ETag), and errors have one shape.
+// The server's answers. What has not changed is not sent again (ETag), and errors have a common format.
 
 import { access, authorization } from "./access.js";
 import { runPart } from "./params.js";
 import { addressOf } from "./root.js";
 
-const KEPT = 60; // answers that wait to be asked for again
+const KEPT = 60; // cached answers
 
 export class ApiError extends Error {
   constructor(status, { code, message, hint }) {
@@ -71,7 +71,7 @@ export const api = {
     return response.blob();
   },
 
-  /** Ask whether this page may change the store; comes back with whether that is new. */
+  /** Ask whether this page may change the store. Returns whether that has changed. */
   async checkAccess() {
     const before = access.changes;
     const headers = authorization();
@@ -92,7 +92,7 @@ export const api = {
   },
 };
 
-/** The way to a run's answers: `of(run, "clients", node)`, with every name escaped. */
+/** The address of a run's answers: `of(run, "clients", node)`, with every name escaped. */
 export function of(run, ...parts) {
   return [addressOf("/api/runs"), runPart(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
 }
@@ -104,7 +104,7 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** A Grid with its numbers as typed arrays; they are little endian, as is every machine with a browser. */
+/** A Grid with its numbers as typed arrays, little endian like every machine with a browser. */
 export function decodeGrid(grid) {
   if (grid.values instanceof Float32Array) return grid;
   return { ...grid, values: new Float32Array(bytesOf(grid.values).buffer), state: bytesOf(grid.state) };

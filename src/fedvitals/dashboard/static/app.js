@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shell: finds the page for an address, loads it, keeps it fresh, and shows what goes wrong.
+// The shell: finds the page for an address, loads it, keeps it up to date, and shows errors.
 
 import { onToken } from "./access.js";
 import { api, of } from "./api.js";
@@ -12,7 +12,7 @@ import { header } from "./parts/header.js";
 import { broken, nothing, skeleton } from "./parts/states.js";
 import { addressOf, pathHere } from "./root.js";
 
-const PAUSE = 300; // ms between two looks at a run that changes
+const PAUSE = 300; // ms between two updates of a run that changes
 const STATE_EVERY = 10_000; // ms
 const VIEWS = {
   runs: () => import("./views/runs.js"),
@@ -30,7 +30,7 @@ const VIEWS = {
   findings: () => import("./views/findings.js"),
   finding: () => import("./views/finding.js"),
 };
-// With one more name behind it, a list becomes one of its entries.
+// With another name after it, a list becomes one of its entries.
 const ENTRY = { clients: ["client", "node"], rounds: ["round", "round"], findings: ["finding", "key"] };
 
 const main = document.getElementById("main");
@@ -53,7 +53,7 @@ async function show() {
   try {
     found = route();
   } catch {
-    found = { view: "", run: null, path: {} }; // an address that is not even text
+    found = { view: "", run: null, path: {} }; // an address that is not valid text
   }
   page?.stop.abort();
   page?.view?.destroy?.();
@@ -75,7 +75,7 @@ async function show() {
     if (page !== mine) return;
     mine.module = module;
     mine.status = status;
-    if (status && status.id !== mine.run) mine.run = status.id; // a name, or the beginning of an id
+    if (status && status.id !== mine.run) mine.run = status.id; // replaces a name, or the beginning of an id
     document.title = [module.title, status?.name, "fedvitals"].filter(Boolean).join(" · ");
     build(mine);
     await refresh(mine, "first");
@@ -132,8 +132,8 @@ function fail(mine, error) {
     location.assign(addressOf(`/login#back=${encodeURIComponent(location.pathname + location.search)}`));
     return;
   }
-  if (error.status === undefined) console.error(error); // ours, not the server's
-  // What was shown stays: old numbers with a warning are worth more than none.
+  if (error.status === undefined) console.error(error); // a bug of ours, not the server's
+  // The previous content stays: old numbers with a warning are better than none.
   if (mine.shown) head.trouble(error);
   else if (error.code === "store_unreadable" && mine.run === null) fill(main, nothing.store(error, () => show()));
   else fill(main, broken(error, () => show()));
@@ -150,12 +150,12 @@ onNavigate((kind) => {
   }
 });
 
-/** Controls that change something come and go with the token: it is another one after the server was started anew. */
+/** Controls that change something appear and disappear with the token, which changes when the server is restarted. */
 async function checkAccess() {
   try {
     if (await api.checkAccess()) show();
   } catch {
-    // not reachable: asked again when it is back
+    // unreachable: asked again when it is back
   }
 }
 onToken(checkAccess);
@@ -177,7 +177,7 @@ listen((kind, data) => {
   mine.last = Date.now();
 });
 
-// A run dies without a change in the store: while one may live, its state is asked for again.
+// A run dies without a change in the store: while it may be alive, its state is requested again.
 setInterval(() => page?.shown && page.status?.state !== "finished" && refresh(page), STATE_EVERY);
 
 keyboard(() => page, go);

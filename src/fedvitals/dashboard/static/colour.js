@@ -40,7 +40,7 @@ export function mix(one, other, share) {
   return "#" + from.map((byte, at) => Math.round(byte + (to[at] - byte) * share).toString(16).padStart(2, "0")).join("");
 }
 
-/** The colour, moved towards the ink until text in it can be read (AA, 4.5:1). */
+/** The colour, moved towards the ink until text in it is readable (AA, 4.5:1). */
 export function readable(colour, colours = theme()) {
   const key = `${colour}`;
   if (!colours.readable.has(key)) {
@@ -70,7 +70,7 @@ export function theme() {
   return known;
 }
 
-// A property may be written as oklch(), color-mix() or light-dark(): a canvas gives back what a canvas can use.
+// A property may be written as oklch(), color-mix() or light-dark(): a canvas returns what a canvas can use.
 function resolved(value) {
   if (/^#[0-9a-f]{3,8}$/i.test(value)) return value;
   const probe = document.createElement("span");
@@ -104,7 +104,7 @@ function watch() {
   seen.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme", "class"] });
 }
 
-/** Calls back when the theme changes; gives back what ends that. */
+/** Calls back when the theme changes; returns a function that ends that. */
 export function onTheme(listener) {
   watch();
   listeners.add(listener);
@@ -117,7 +117,7 @@ export function seriesColour(index, colours = theme()) {
   return eight[((index % 8) + 8) % 8];
 }
 
-/** Of text and lines; `severityFill` of areas, which must be outlined in this one to be seen by all. */
+/** For text and lines; `severityFill` for areas, which must be outlined in this one to be visible to all. */
 export function severityColour(severity, colours = theme()) {
   return Object.hasOwn(SHAPES, severity) || severity === "ok" ? colours[severity] : colours.ink2;
 }
@@ -130,7 +130,7 @@ export function severityRank(severity) {
   return RANK[severity] ?? 0;
 }
 
-/** Of a part of a round; one that is not known is grey. */
+/** For a part of a round; unknown ones are grey. */
 export function partColour(name, colours = theme()) {
   const parts = PARTS[colours.dark ? "dark" : "light"];
   return Object.hasOwn(parts, name) ? parts[name] : parts.unaccounted;
@@ -160,7 +160,7 @@ function interpolated(stops) {
   return table;
 }
 
-/** The colour at a share of a map, 0 to 1. */
+/** The colour at a position of a map, 0 to 1. */
 export function mapColour(share, kind = "even", colours = theme()) {
   const table = colourTable(kind, colours);
   const at = Math.max(0, Math.min(255, Math.round(share * 255))) * 3;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements from words. Whatever comes out of a store is a text node: there is no way here to make HTML of a string.
+// Creates elements. Anything from a store is a text node: there is no way here to make HTML of a string.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -17,7 +17,7 @@ function apply(node, props) {
   }
 }
 
-/** Links lead into this page, or download what it made; never into a script. */
+/** Links lead within this page, or download what it created; never into a script. */
 function safe(href) {
   if (!/^([/#?]|blob:)/.test(href)) return false;
   try {
@@ -49,13 +49,13 @@ export function s(tag, props, ...children) {
   return add(node, children);
 }
 
-/** New children in place of the old ones. */
+/** Replaces the children. */
 export function fill(node, ...children) {
   node.replaceChildren();
   return add(node, children);
 }
 
-/** Children by key: those that stay are updated where they are, so that focus, scroll and selection survive. */
+/** Children by key: existing ones are updated in place, so that focus, scroll and selection survive. */
 export function keyed(parent, items, key, make, update) {
   const before = (parent.keyedNodes ??= new Map());
   const now = new Map();
@@ -73,12 +73,12 @@ export function keyed(parent, items, key, make, update) {
   parent.keyedNodes = now;
 }
 
-/** A sentence whose `code` stands out, as elements. */
+/** A sentence as elements, with its `code` highlighted. */
 export function words(text) {
   return String(text).split("`").map((part, i) => (i % 2 ? h("code", { text: part }) : part));
 }
 
-/** Say something to those who listen instead of look. */
+/** Announces text to screen readers. */
 export function announce(text) {
   const node = document.getElementById("announcer");
   if (node) node.textContent = text;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Numbers as people read them: three significant digits, a unit, a real minus sign, thin spaces in thousands.
-// `exact` is the other half: every digit that was stored, for tooltips and copies.
+// `exact` is the counterpart: every digit that was stored, for tooltips and copies.
 
 export const NONE = "–";
-const THIN = "\u202f"; // narrow and unbreakable: «12 345», «4.1 MB»
+const THIN = "\u202f"; // narrow and non-breaking: «12 345», «4.1 MB»
 const MINUS = "\u2212";
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
-const LEAST = 0.001; // per cent, under which only the size matters
+const LEAST = 0.001; // per cent below which only the magnitude matters
 const MINUTE = 60;
 const HOUR = 3600;
 const DAY = 86400;
 
-/** What is said of a value that is no finite number; null if it is one. */
+/** The text for a value that is no finite number; null if it is one. */
 function unusual(value) {
   if (value === null || value === undefined) return NONE;
   if (typeof value === "bigint") return null;
@@ -31,7 +31,7 @@ function power(exponent) {
   return "10" + [...String(exponent)].map((one) => SUPERSCRIPT[one]).join("");
 }
 
-/** Three significant digits; whole numbers under ten million in full, since a count is a count. */
+/** Three significant digits; integers under ten million in full, since they are counts. */
 export function number(value, digits = 3) {
   const said = unusual(value);
   if (said !== null) return said;
@@ -53,7 +53,7 @@ export function exact(value) {
   return unusual(value) ?? String(value).replace("-", MINUS);
 }
 
-/** Every digit in the unit that people read it in: «93.5933148 %» of a share. */
+/** Every digit in the displayed unit: «93.5933148 %» of a share. */
 export function exactly(value, unit) {
   if (unit !== "share" || unusual(value) !== null) return exact(value);
   return `${exact(Number((100 * value).toPrecision(12)))}${THIN}%`;
@@ -105,21 +105,21 @@ export function percent(value) {
   return `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
 }
 
-/** A probability as whole per cents, and never «100 %», which no statistic can be; as `certainty` in records.py has it. */
+/** A probability in whole per cent, never «100 %», which no statistic can be; as `certainty` in certainty.py. */
 export function sure(confidence) {
   const whole = confidence === null ? null : Math.round(confidence * 100) / 100;
   return whole !== null && whole >= 1 ? `> 99${THIN}%` : percent(whole);
 }
 
-/** Units of what is counted: «1 step», «2 steps». */
+/** Units of counts: «1 step», «2 steps». */
 export const COUNTS = new Set(["steps", "samples", "values", "events", "clients", "rounds", "records"]);
 
-/** A value below a title that names its unit already: «145» below «samples». */
+/** A value below a title that already names its unit: «145» below «samples». */
 export function underTitle(value, { unit, title }) {
   return COUNTS.has(unit) && title.includes(unit) ? number(value) : withUnit(value, unit);
 }
 
-/** A value with the unit that the catalogue gives it. */
+/** A value with its unit from the catalogue. */
 export function withUnit(value, unit) {
   if (unusual(value) !== null) return unusual(value);
   switch (unit) {
@@ -148,14 +148,14 @@ export function withUnit(value, unit) {
   }
 }
 
-/** Short, for a column or an axis under a title that says the unit: only prefixed units are repeated. */
+/** Short form for a column or an axis below a title with the unit: only prefixed units are repeated. */
 export function brief(value, unit) {
   return ["bytes", "B", "bytes/s", "seconds", "s", "share"].includes(unit) ? withUnit(value, unit) : number(value);
 }
 
 const two = (count) => String(count).padStart(2, "0");
 
-/** A moment (seconds since 1970) in the reader's own time zone: «2026-08-01 14:03». */
+/** A time (seconds since 1970) in the reader's own time zone: «2026-08-01 14:03». */
 export function when(epoch) {
   if (unusual(epoch) !== null) return NONE;
   const at = new Date(epoch * 1000);
@@ -176,7 +176,7 @@ export function ago(epoch, now = Date.now() / 1000) {
   return when(epoch).slice(0, 10);
 }
 
-/** The word for a unit beside a title: none where the number says it all. */
+/** The unit as a word beside a title: none if the number includes it. */
 export function unitName(unit) {
   return { 1: "", "0/1": "", share: "", bytes: "bytes", seconds: "seconds" }[unit] ?? unit ?? "";
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of the back button for one gesture: a drag of a slider is many changes, and one thing that a person did.
+// One back-button step per gesture: dragging a slider causes many changes, but is one action of the user.
 
-const STILL = 800; // ms without a change, after which the next one is a new gesture
+const STILL = 800; // ms without a change after which the next one is a new gesture
 
-/** Gives a function to call for each change: true where a gesture begins. */
+/** Returns a function to call for each change, which returns true at the beginning of a gesture. */
 export function gesture() {
   let last = -Infinity;
   return () => {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the server tells by itself: which runs have changed. A lost connection says so, and heals.
+// Messages from the server: which runs have changed. A lost connection is shown, and restored.
 
 import { addressOf } from "./root.js";
 
-const SILENCE = 25_000; // ms; the server says something every ten seconds
+const SILENCE = 25_000; // ms; the server sends something every ten seconds
 
 /** listener(kind, data): «change» {runs}, «lost», «back», «trouble» {message}, «healed». */
 export function listen(listener) {
@@ -42,7 +42,7 @@ export function listen(listener) {
     source.addEventListener("error", fell);
   }
 
-  // A browser allows six connections to one server: pages that nobody looks at must not hold them all.
+  // A browser allows six connections to one server: hidden pages must not hold them all.
   document.addEventListener("visibilitychange", () => {
     clearTimeout(timer);
     source?.close();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way in: the server checks the token, and the page keeps it for what changes the store. Where reading needs it, too,
-// the server also answers with a cookie that no script can read.
+// The login: the server checks the token, and the page keeps it for changes to the store. If reading needs it, too, the
+// server also answers with a cookie that no script can read.
 
 import "./theme.js";
 import { keepToken } from "./access.js";
 import { api } from "./api.js";
 import { addressOf } from "./root.js";
 
-let back = addressOf("/"); // where the person wanted to go
+let back = addressOf("/"); // the page that the user requested
 
 /** Whether an address stays here: a browser reads «/⇥/evil.example» as another site's. */
 function inside(address) {
@@ -34,7 +34,7 @@ document.getElementById("login").addEventListener("submit", (event) => {
   enter(document.getElementById("token").value.trim());
 });
 
-/** What stands behind «#»: a fragment is never sent, nor written into a log. Another may come while this page is open. */
+/** The part after «#»: a fragment is never sent, nor logged. It may change while this page is open. */
 function read() {
   const told = new URLSearchParams(location.hash.slice(1));
   back = told.get("back") ?? back;

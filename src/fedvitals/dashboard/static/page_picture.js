@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page as a PNG, as it is seen: its elements and its style inside of an SVG, which the browser itself draws.
+// The page as a PNG, as seen: its elements and its style inside an SVG, which the browser itself draws.
 // Nothing leaves the browser, and nothing has to be loaded.
 
 import { s } from "./dom.js";
 
 const SCALE = 2;
-const LONGEST = 7000; // pixels of a page: a canvas has its limits
+const LONGEST = 7000; // height of a page in pixels: a canvas has its limits
 const LEFT_OUT = "script, noscript, dialog, #announcer, .skip, .chart-menu, .chart-tip, .sharing, .unseen";
-const UNPRINTABLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]/g; // no XML may have these
+const UNPRINTABLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]/g; // not allowed in XML
 
-/** The page's elements, with what only the browser knows written into them: pixels, choices, typed words. */
+/** The page's elements, including what only the browser knows: pixels, choices, typed text. */
 function copied() {
   const copy = document.body.cloneNode(true);
   const [from, to] = [document.body.querySelectorAll("*"), copy.querySelectorAll("*")];
@@ -34,7 +34,7 @@ function copied() {
   return copy;
 }
 
-/** The page's rules; the one for its root is for a frame inside of the picture. */
+/** The page's rules; the one for its root applies to a frame inside the picture. */
 function styles() {
   return [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).map((rule) => rule.cssText).join("\n").replaceAll("100vh", `${innerHeight}px`).replace(/^html \{/m, ".page-frame {");
 }
@@ -55,7 +55,7 @@ export async function pagePicture() {
     s("foreignObject", { width, height }, frame));
   const text = new XMLSerializer().serializeToString(root).replace(UNPRINTABLE, "");
   const image = new Image();
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`; // of a blob, Chromium gives no pixels back
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`; // from a blob, Chromium returns no pixels
   await image.decode();
   const canvas = document.createElement("canvas");
   Object.assign(canvas, { width: width * SCALE, height: height * SCALE });

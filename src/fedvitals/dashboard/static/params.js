@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The address is the state: what a person sees can be sent to another, and the back button goes back.
+// The address is the state: what a user sees can be shared, and the back button works.
 
 import { addressOf } from "./root.js";
 
@@ -13,7 +13,7 @@ function tell(kind) {
   for (const listener of heard) listener(kind);
 }
 
-/** A link inside the page: link(runLink("x", "clients"), {sort: "name"}); null leaves a parameter out. */
+/** A link inside the page: link(runLink("x", "clients"), {sort: "name"}); null removes a parameter. */
 export function link(path, params) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params ?? {})) {
@@ -23,17 +23,17 @@ export function link(path, params) {
   return text ? `${path}?${text}` : path;
 }
 
-/** A name as a part of an address. What a path does not keep is escaped twice: see run_address.py. */
+/** A name as a segment of an address. What a path does not preserve is escaped twice: see run_address.py. */
 function escaped(name, awkward) {
   return encodeURIComponent(awkward.test(name) ? `~${encodeURIComponent(name).replaceAll(".", "%2E")}` : name);
 }
 
-/** A run's id as a part of an address. */
+/** A run's id as a segment of an address. */
 export function runPart(run) {
   return escaped(run, /^~|[/\\]|^\.\.?$/);
 }
 
-/** The name that a part of an address means, which was decoded once. */
+/** The name in a segment of an address that was decoded once. */
 export function fromPart(part) {
   return part.startsWith("~") ? decodeURIComponent(part.slice(1)) : part;
 }
@@ -59,7 +59,7 @@ export const params = {
   list(name) {
     return (this.get(name) ?? "").split(",").filter(Boolean);
   },
-  /** Change some; null removes. `push` makes a step for the back button; `quiet` does not load anew. */
+  /** Change some; null removes. `push` adds a step for the back button; `quiet` does not reload. */
   set(changes, { push = false, quiet = false } = {}) {
     const query = new URLSearchParams(location.search);
     for (const [name, value] of Object.entries(changes)) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where one is: what a picture that leaves the page must still say. The header writes it, the charts read it.
+// The current location, which a picture that leaves the page must still state. Written by the header, read by the
+// charts.
 
 export const place = { run: "", page: "" };

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A menu below a button: it lives only while it is open, and closes by Escape, Tab, a choice, or a click elsewhere.
+// A menu below a button: it exists only while it is open, and closes by Escape, Tab, a choice, or a click elsewhere.
 
 import { h } from "./dom.js";
 
-/** `entries()`: [text, work, tooltip] of each line when it is opened; it stands in `host`. Gives back what closes it. */
+/** `entries()`: [text, work, tooltip] of each line when it is opened, inside `host`. Returns what closes it. */
 export function popup(button, host, { label, entries, signal }) {
   let menu = null;
   const outside = (event) => {

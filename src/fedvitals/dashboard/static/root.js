@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The path in front of all addresses, where a reverse proxy has one for the dashboard: «/fedvitals», or «».
+// The path in front of all addresses, if a reverse proxy has one for the dashboard: «/fedvitals», or «».
 
 const ROOT = new URL("..", import.meta.url).pathname.replace(/\/$/, "");
 
@@ -8,7 +8,7 @@ export function addressOf(path) {
   return ROOT + path;
 }
 
-/** The path of this page, without what stands in front of all addresses. */
+/** The path of this page, without the root. */
 export function pathHere() {
   return location.pathname.startsWith(`${ROOT}/`) ? location.pathname.slice(ROOT.length) : "/";
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Light or dark: as the system says, until a person says otherwise. Charts hear of it by the event «themechange».
+// Light or dark: as set by the system, until the user chooses. Charts learn of it by the event «themechange».
 
 const system = matchMedia("(prefers-color-scheme: dark)");
 
@@ -7,7 +7,7 @@ function stored() {
   try {
     return localStorage.getItem("fedvitals-theme");
   } catch {
-    return null; // a browser that keeps nothing
+    return null; // a browser without storage
   }
 }
 
@@ -25,7 +25,7 @@ export function changeTheme() {
   try {
     localStorage.setItem("fedvitals-theme", next);
   } catch {
-    // it lasts as long as the page
+    // lasts as long as the page
   }
   tell();
 }

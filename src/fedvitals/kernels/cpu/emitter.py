@@ -68,7 +68,7 @@ class Function:
         self.declarations: set[str] = set()
         self._linkage = "" if public else "internal "
         self._lines = ["entry:"]
-        self._block = "entry"  # where the next instruction goes: a phi must name the block a value comes from
+        self._block = "entry"  # where the next instruction goes: a phi must name the block that a value comes from
         self._names = 0
 
     def text(self) -> str:

@@ -67,7 +67,7 @@ def sum_fast(pointer, first, last, BLOCK: tl.constexpr):
     magnitudes = tl.zeros([BLOCK], tl.float32)
     smallest = tl.full([BLOCK], INF, tl.float32)
     largest = tl.full([BLOCK], -INF, tl.float32)
-    zeros = tl.zeros([BLOCK], tl.float32)  # few of them in a lane: exact, and cheaper than in whole numbers
+    zeros = tl.zeros([BLOCK], tl.float32)  # few per lane: exact, and cheaper than integers
     at = 0
     if (first > 0) | (last < 4 * BLOCK):
         total, squares, magnitudes, smallest, largest, zeros = add_some(
@@ -106,7 +106,7 @@ def sum_exact(pointer, first, last, BLOCK: tl.constexpr, EXTREME: tl.constexpr):
     nans = tl.zeros([BLOCK], tl.int32)
     infs = tl.zeros([BLOCK], tl.int32)
     at = 0
-    while at < last:  # Triton's interpreter, which the tests use, cannot count to a number that it has loaded
+    while at < last:  # Triton's interpreter, which the tests use, cannot loop up to a loaded number
         index = at + lane
         inside = (index >= first) & (index < last)
         x = tl.load(pointer + index, mask=inside, other=0.0).to(EXTREME)
@@ -125,7 +125,7 @@ def sum_exact(pointer, first, last, BLOCK: tl.constexpr, EXTREME: tl.constexpr):
             tl.sum(zeros), tl.sum(nans), tl.sum(infs))  # fmt: skip
 
 
-# Borders are our own business: one compiled kernel serves all addresses.
+# Alignment is handled by the kernel itself: one compiled kernel serves all addresses.
 @triton.jit(
     do_not_specialize=["stride", "offset", "count", "chunk"],
     do_not_specialize_on_alignment=["addresses", "items", "partials"],

@@ -60,9 +60,9 @@ class WorkPartition:
     warps: int
     kinds: tuple[tuple[torch.dtype, int, int], ...]  # a type, its first item, and how many
     items: Tensor  # [4, items]: see `partials_of`
-    items_of: Tensor  # [2, segments]: each one's first item, and the first that is not its own
+    items_of: Tensor  # each segment's first item, and the first item after it
     lengths: Tensor  # [segments]
-    most: int  # items of one segment
+    most: int  # the most items of one segment
 
     @property
     def count(self) -> int:
@@ -160,7 +160,7 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None
         return None
     (device,) = devices
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None  # a graph would replay with the addresses of today
+        return None  # a graph would replay with the current addresses
     with device_context(device):
         kernels = loading.load_kernels().kernels
         return None if kernels is None else sums_of_list(kernels, tensors, clients)
@@ -256,7 +256,7 @@ class MatrixSums:
         tuning: Tuning = TUNING,
     ) -> None:
         self._sizes, self._trained, self._clients = [*sizes], [*trained], clients
-        device = torch.empty(0, device=device).device  # with its number
+        device = torch.empty(0, device=device).device  # including its index
         self._kernels = loading.load_kernels().kernels if clients and self._sizes else None
         self._cuts: dict[torch.dtype, tuple[WorkPartition, Tensor]] = {}
         self._device, self._tuning = device, tuning
@@ -330,7 +330,7 @@ class DeviceRing:
     ) -> None:
         self._sums = MatrixSums(sizes, trained, clients, device, tuning)
         self.ring = torch.zeros(slots, clients, len(sizes), _COLUMNS, dtype=torch.float64, device=device)
-        if self._sums.compiled:  # what is compiled at its first call is compiled now; one row stands for all
+        if self._sums.compiled:  # everything compiled on first use is compiled now; one row represents all
             matrix = torch.zeros(1, sum(sizes), device=device).expand(clients, -1)
             self.record(matrix, torch.zeros(1, dtype=torch.int64, device=device))
             self.ring.zero_()

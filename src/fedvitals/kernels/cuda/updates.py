@@ -39,7 +39,7 @@ class DeviceUpdate:
     rows: Tensor  # [layers, 9] of the change
     weight_rows: Tensor | None  # the same of the parameters as they are now
     start_squares: Tensor  # of the parameters as they were
-    drift_squares: Tensor | None  # of the way from the initial model
+    drift_squares: Tensor | None  # of the drift from the initial model
     sketch: Tensor | None
     drift_sketch: Tensor | None  # of the parameters as they are now
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alert channels: the protocol, and the two channels that stay on this machine, a command and a file.
 
-`send` comes back when the other side has taken the message. If not, it raises a `DeliveryError` that says which of
-three it was: «later» (not taken, try again), «refused» (not taken, and trying again will not help) or «doubt» (the
-message went out whole and no answer came: it may have arrived).
+`send` returns when the other side has accepted the message. If not, it raises a `DeliveryError` with one of three
+outcomes: «later» (not accepted, try again), «refused» (not accepted, and trying again will not help) or «doubt» (the
+message was sent completely and no answer came: it may have arrived).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.sinks.alerts.message import Message, alert_json, as_json, harmless
 
 LATER, REFUSED, DOUBT = "later", "refused", "doubt"
-WHY = 300  # characters of another program's words that we repeat
-SHORTEST_SECRET, LONGEST_ECHO = 4, 5  # characters: a shorter secret is none; more of one than this is never repeated
+WHY = 300  # characters of another program's output that are repeated
+# Characters: anything shorter is not treated as a secret; a longer run of a secret's characters is never repeated
+SHORTEST_SECRET, LONGEST_ECHO = 4, 5
 LEFT_OUT = "(its words are left out: they repeat a part of a secret)"
 
 
@@ -63,12 +64,12 @@ class Channel(Protocol):
 
 
 def identity(*parts: object) -> str:
-    """Return a short digest of what names a receiver."""
+    """Return a short digest of what identifies a receiver."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
 def check_text(what: str, text: object) -> str:
-    """Return a setting that must be one line of text, so that no line break adds a header or an argument."""
+    """Return a setting that must be one line of text, since a line break could add a header or an argument."""
     if not isinstance(text, str) or not text or not text.isprintable():
         raise ConfigError(f"{what} is one line of text, got something else. Check the line ends and quotes.")
     return text
@@ -89,9 +90,9 @@ def check_ca(channel: str, path: str | None) -> None:
 
 
 def tls_context(path: str | None) -> ssl.SSLContext:
-    """Return settings of a connection that trust the certificates of a file, or the system's.
+    """Return a TLS context that trusts the certificates of a file, or the system's.
 
-    Raises a DeliveryError if the file can no longer be read: it may come back, as when certificates are renewed.
+    Raises a DeliveryError if the file can no longer be read: it may reappear, as when certificates are renewed.
     """
     try:
         return ssl.create_default_context(cafile=path)
@@ -105,10 +106,10 @@ def _trouble_with(error: Exception) -> str:
 
 
 def without_secrets(words: str, secrets: Iterable[str]) -> str:
-    """Return another program's words, or a remark in their place if they repeat a part of one of the secrets.
+    """Return another program's output, or a remark instead if it repeats a part of one of the secrets.
 
-    An echo may be escaped, quoted, cut or joined by line ends, so letters and digits alone are compared, and the words
-    are left out as a whole instead of replacing what was found.
+    An echo may be escaped, quoted, cut or joined by line ends, so only letters and digits are compared, and the output
+    is omitted as a whole instead of replacing the matching part.
     """
     texts = [_letters(words), _letters(unquote(words))]
     for secret in map(_letters, secrets):
@@ -124,7 +125,7 @@ def _letters(text: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a connection failed, for a message to people."""
+    """Return why a connection failed, in words for users."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     words = getattr(error, "strerror", None) or str(error)
@@ -178,7 +179,7 @@ class File:
             with path.open("ab", buffering=0) as file:
                 end = file.seek(0, os.SEEK_END)
                 whole = file.write(lines) == len(lines)
-                if not whole:  # half a line would spoil the next one
+                if not whole:  # half a line would corrupt the next one
                     file.truncate(end)
         except OSError as error:
             raise DeliveryError(LATER, f"The file {path} cannot be written ({error}).") from error
@@ -204,7 +205,7 @@ class Command:
     again: bool = False
     seconds: float = 30.0
     label: str = field(default="", repr=False)  # the command before secrets were filled in
-    secrets: tuple[str, ...] = field(default=(), repr=False)  # that its complaints may not repeat into the log
+    secrets: tuple[str, ...] = field(default=(), repr=False)  # which its error output may not repeat into the log
 
     def __post_init__(self) -> None:
         arguments = self.command
@@ -230,14 +231,14 @@ class Command:
         Args:
             message: The alerts to deliver, and the run that they are about.
         """
-        with tempfile.TemporaryFile() as output:  # a pipe that a grandchild keeps open would be waited for
+        with tempfile.TemporaryFile() as output:  # with a pipe, we would wait for a grandchild that keeps it open
             try:
-                process = subprocess.Popen(  # noqa: S603 - the user's own command, and no word of a client in it
+                process = subprocess.Popen(  # noqa: S603 - the user's own command, without any text from a client
                     self.command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=output,
-                    start_new_session=True,  # so that what it started ends with it
+                    start_new_session=True,  # so that the processes it started end with it
                 )
             except OSError as error:
                 raise DeliveryError(LATER, f"'{self.command[0]}' cannot be started ({error}).") from error
@@ -255,7 +256,7 @@ class Command:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program that is still running, and what it started."""
+    """End a program that is still running, and the processes it started."""
     if process.poll() is None:
         with contextlib.suppress(OSError):
             if hasattr(os, "killpg"):

@@ -42,11 +42,11 @@ class AlertsConfig:
     channels: tuple[Channel, ...]
     group: bool = True
     folder: Path | None = None
-    names: tuple[str, ...] = ()  # of the channels, also where none was made
+    names: tuple[str, ...] = ()  # of the channels, even if none was created
 
 
 def load(path: str | os.PathLike[str], *, secrets: bool = True) -> AlertsConfig:
-    """Read the rules and channels of a file. Without `secrets` (to check a stored run) no channel is made."""
+    """Read the rules and channels of a file. Without `secrets` (to check a stored run) no channel is created."""
     file = Path(path).expanduser()
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -140,7 +140,7 @@ def _channel(name: str, settings: Any, *, secrets: bool) -> Channel | None:
 
 
 def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What all channels take: how long an attempt may last, and whether what may have arrived is sent again."""
+    """Return the settings common to all channels: the time limit of an attempt, and whether to resend after doubt."""
     shared: dict[str, Any] = {}
     if "timeout" in settings:
         gap = gap_of(_typed(settings, "timeout", str, ""))
@@ -185,7 +185,7 @@ KINDS: Mapping[str, tuple[Maker, Mapping[str, tuple[type, bool]]]] = {
 
 
 def _filled(value: Any) -> Any:
-    """The setting with `${NAME}` replaced by what the environment says; its value appears in no error."""
+    """Return the setting with `${NAME}` replaced from the environment; the value appears in no error."""
     if isinstance(value, str):
         return _SECRET.sub(_from_environment, value)
     if isinstance(value, list):

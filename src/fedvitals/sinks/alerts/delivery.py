@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delivers alerts to one channel: a bounded queue in memory, an outbox on disk, and a thread for whatever may be slow.
+"""Delivers alerts to one channel: a bounded queue in memory, an outbox on disk, and a thread for anything slow.
 
-Each channel has its own, so that one that hangs delays no other. An alert reaches a channel *at most once*: what may
-have arrived is not sent again, but counted, logged, and mentioned in the channel's next message. A channel with `again`
-gets it at least once instead.
+Each channel has its own, so that a channel that hangs delays no other. An alert reaches a channel *at most once*: what
+may have arrived is not sent again, but counted, logged, and mentioned in the channel's next message. A channel with
+`again` receives it at least once instead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fedvitals.sinks.alerts.outbox import DOUBTFUL, LOST, SENT, Outbox
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-QUEUE = 1000  # alerts in memory, before the thread has written them down
+QUEUE = 1000  # alerts in memory, before the thread has stored them
 GROUP = 50  # alerts in one message
-LINGER_SECONDS = 0.5  # the alerts of one round come within a moment of each other
+LINGER_SECONDS = 0.5  # the alerts of one round arrive within a moment of each other
 FIRST_DELAY, LONGEST_DELAY = 1.0, 300.0  # seconds between attempts, doubling, each ± half
 PATIENCE_SECONDS = 86_400.0  # after which an alert is given up
 IDLE_SECONDS = 60.0
@@ -34,7 +34,7 @@ CAUSES_REPORTED = 20
 
 
 class ChannelDelivery:
-    """Accepts alerts without waiting, and delivers them to one channel from a thread of its own."""
+    """Accepts alerts without waiting, and delivers them to one channel from its own thread."""
 
     def __init__(self, channel: Channel, folder: Path | None, *, group: bool = True) -> None:
         self._channel, self._folder, self._most = channel, folder, GROUP if group else 1
@@ -51,7 +51,7 @@ class ChannelDelivery:
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """How many alerts did not reach the channel, or may not have, by cause."""
+        """The number of alerts that did not reach the channel, or may not have, by cause."""
         with self._changed:
             return dict(self._lost)
 
@@ -61,7 +61,7 @@ class ChannelDelivery:
             if self._thread is None and not self._stopping:
                 name = f"fedvitals-alerts-{self._channel.name}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                # Without a thread (the system has no more) alerts wait; the next one tries again.
+                # Without a thread (the system's limit is reached) alerts wait; the next alert tries again.
                 with contextlib.suppress(RuntimeError):
                     self._busy = True
                     thread.start()
@@ -78,12 +78,12 @@ class ChannelDelivery:
         self.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait, and return whether everything so far is delivered, given up, or waiting for another attempt."""
+        """Wait until everything so far is delivered, given up, or waiting for a retry. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None or not (self._new or self._busy), timeout)
 
     def stop(self, timeout: float) -> None:
-        """Try once more to send what waits, within `timeout`; the rest stays on disk for the next process."""
+        """Try once more to send what is waiting, within `timeout`; the rest stays on disk for the next process."""
         with self._changed:
             self._stopping, self._deadline = True, time.monotonic() + timeout
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class ChannelDelivery:
                     outbox = self._recover(outbox, error)
             if not outbox.on_disk and (left := outbox.waiting()):
                 self._count_lost("not delivered by the end of the run", left)
-        except Exception as error:  # noqa: BLE001 - training goes on, and it is known that alerts do not
+        except Exception as error:  # noqa: BLE001 - training goes on, and the log shows that alerts do not
             self._report(f"it ends here, by {type(error).__name__}: {error}")
         finally:
             outbox.close()
@@ -120,7 +120,7 @@ class ChannelDelivery:
                 self._changed.notify_all()
 
     def _recover(self, outbox: Outbox, error: sqlite3.Error) -> Outbox:
-        """The same outbox, if another process only held it for long; one in memory, if the disk is full or gone."""
+        """Return the same outbox if another process merely held it; one in memory if the disk is full or gone."""
         if "locked" in str(error) or "busy" in str(error):
             self._report(f"the outbox is held by another process ({error}), and is tried again")
             with self._changed:
@@ -142,7 +142,7 @@ class ChannelDelivery:
             return Outbox(None, self._channel.identity)
 
     def _wait(self, outbox: Outbox) -> bool:
-        """Sleep until there is something to do; False when there is to be nothing more."""
+        """Sleep until there is something to do. Returns False when the thread should end."""
         due = outbox.next_due()
         with self._changed:
             if not self._new and not self._stopping and (due is None or due > time.time()):
@@ -159,7 +159,7 @@ class ChannelDelivery:
         return not ended
 
     def _advance(self, outbox: Outbox) -> None:
-        """Write down what is new, and send what is due."""
+        """Store new alerts, and send those that are due."""
         with self._changed:
             new = list(self._new)
         refused = outbox.add([alert for alert, silent in new if not silent])
@@ -181,7 +181,7 @@ class ChannelDelivery:
             self._send(outbox, alerts)
 
     def _last_attempts(self, outbox: Outbox) -> None:
-        """At the end each alert gets one more attempt, whenever it would have been due."""
+        """Give each alert one last attempt, whenever it would have been due."""
         most = outbox.waiting()
         tried = 0
         while tried < most and time.monotonic() < self._deadline:
@@ -191,7 +191,7 @@ class ChannelDelivery:
             tried += len(alerts)
 
     def _send(self, outbox: Outbox, alerts: Sequence[Alert]) -> bool:
-        """Whether the channel took them; what becomes of them otherwise is written down."""
+        """Send alerts. Returns whether the channel accepted them; otherwise, the outcome is recorded."""
         with self._changed:
             doubts = self._doubts
         try:
@@ -199,8 +199,8 @@ class ChannelDelivery:
         except DeliveryError as error:
             self._not_sent(outbox, alerts, error)
             return False
-        except Exception as error:  # noqa: BLE001 - a channel of the user's own may fail in any way
-            # How far it came nobody knows. Its words may hold an address or a header with a secret in it.
+        except Exception as error:  # noqa: BLE001 - a user-defined channel may fail in any way
+            # How far it got is unknown. Its message may contain an address or a header with a secret.
             why = f"send() of {type(self._channel).__name__} raised {type(error).__name__}"
             self._not_sent(outbox, alerts, DeliveryError(DOUBT, why))
             return False
@@ -213,7 +213,7 @@ class ChannelDelivery:
     def _not_sent(self, outbox: Outbox, alerts: Sequence[Alert], error: DeliveryError) -> None:
         if error.outcome == LATER or (error.outcome == DOUBT and self._channel.again):
             delay = min(FIRST_DELAY * 2 ** min(outbox.attempts(alerts) - 1, 20), LONGEST_DELAY)
-            delay *= random.uniform(0.5, 1.5)  # noqa: S311 - so that many do not come back at once
+            delay *= random.uniform(0.5, 1.5)  # noqa: S311 - so that many do not return at once
             outbox.postpone(alerts, max(delay, error.after or 0.0), str(error), together=error.outcome == DOUBT)
             self._report(f"{error} It is tried again")
         elif error.outcome == DOUBT:
@@ -223,7 +223,7 @@ class ChannelDelivery:
             outbox.settle(alerts, LOST, str(error))
             self._count_lost("refused", len(alerts), str(error))
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- what is reported --------------------------------------------------------------------------------------------
 
     def _doubt(self, count: int, why: str) -> None:
         with self._changed:
@@ -240,7 +240,7 @@ class ChannelDelivery:
             self._lost[cause] = self._lost.get(cause, 0) + count
 
     def _report(self, what: str, cause: str = "") -> None:
-        """CaseDeduplication per cause: an outage must not fill the user's log."""
+        """Log once per cause: an outage must not fill the user's log."""
         cause = cause or what
         if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
             return

@@ -96,7 +96,7 @@ class Email:
                 code, words = server.data(email_bytes)
                 handed_over = False
                 self._speak((code, words))
-        except smtplib.SMTPResponseException as error:  # of the greeting, the login or the word DATA
+        except smtplib.SMTPResponseException as error:  # in reply to the greeting, the login or the word DATA
             self._speak((error.smtp_code, error.smtp_error))
         except (OSError, smtplib.SMTPException) as error:
             kind = type(error).__name__
@@ -114,7 +114,7 @@ class Email:
             server: smtplib.SMTP = smtplib.SMTP_SSL(timeout=self.seconds, context=context)
         else:
             server = smtplib.SMTP(timeout=self.seconds)
-        # Set by `connect` of later Pythons only, and needed for the name in the certificate.
+        # Only set by `connect` of later Pythons, and needed for the name in the certificate.
         server._host = self.host  # type: ignore[attr-defined]  # noqa: SLF001
 
         def cut() -> None:
@@ -131,7 +131,7 @@ class Email:
                 if self.user is not None:
                     server.login(self.user, self.password or "")
                 yield server
-                with contextlib.suppress(OSError, smtplib.SMTPException):  # taken is taken
+                with contextlib.suppress(OSError, smtplib.SMTPException):  # it was accepted
                     server.quit()
         finally:
             server.close()
@@ -144,18 +144,18 @@ class Email:
         email_message["Date"] = formatdate()
         email_message["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
         email_message["Auto-Submitted"] = "auto-generated"
-        email_message.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
+        email_message.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server accepts it
         return email_message
 
     def _secrets(self) -> list[str]:
-        """The password, and the forms in which it is sent."""
+        """Return the password, and the forms in which it is sent."""
         if not self.password:
             return []
         sent = (self.password, f"\0{self.user}\0{self.password}")
         return [self.password, *(base64.b64encode(part.encode()).decode() for part in sent)]
 
     def _speak(self, answer: tuple[int, bytes | str]) -> None:
-        """Raise unless the server's answer is a yes."""
+        """Raise unless the server's answer is positive."""
         code, reply = answer
         if 200 <= code < 400:
             return

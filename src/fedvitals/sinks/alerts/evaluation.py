@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules hold, from the records that pass by: the same alerts live as later from the store.
+"""Evaluates which rules hold, from the stream of records: the same alerts live as later from the store.
 
-Nothing here depends on when a record arrives, only on what it says. A round's metrics are judged when the round is
-complete (`time.round` marks it), or with the next one if they come later. Findings are made beside the training and may
-lag: they are judged in the order of their rounds, none before its own round is complete. That a case is over is said
-once no finding can be on its way: one of a later round has come, the run has ended, or `SETTLE_SECONDS` have passed.
+Nothing here depends on when a record arrives, only on its content. A round's metrics are judged when the round is
+complete (marked by `time.round`), or with the next one if they come later. Findings are made beside the training and
+may lag: they are judged in the order of their rounds, none before its own round is complete. The end of a case is
+reported once no finding can still be on its way: one of a later round has come, the run has ended, or `SETTLE_SECONDS`
+have passed.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
 }  # fmt: skip
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
-ATTENDANCE = ("steps", "update.norm")  # who has one of these took part, as for `diagnosis.cases`
-QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone; as in `diagnosis.cases`
+ATTENDANCE = ("steps", "update.norm")  # a node with one of these took part, as in `diagnosis.cases`
+QUIET = 5  # rounds with the node but without the trouble, after which it counts as over; as in `diagnosis.cases`
 LEAST_PAST, LEAST_COHORT = 3, 3  # values that a median needs
-SETTLE_SECONDS = 10.0  # by which detectors may lag behind a training that goes on
+SETTLE_SECONDS = 10.0  # by which detectors may lag behind a training in progress
 MOST_PLACES = 10_000  # nodes (or cases) of one rule that are watched
-MOST_ROUNDS_AHEAD = 64  # rounds that wait to be completed
+MOST_ROUNDS_AHEAD = 64  # rounds waiting to be completed
 REMEMBERED = 256  # rounds of attendance
 
 
 @dataclass(slots=True)
 class _RuleState:
-    """One rule at one place: how long it has held, and what was said of it."""
+    """One rule at one place: how long it has held, and what was reported of it."""
 
-    since: int | None = None  # the first round of the present stretch
-    last: int | None = None  # its newest
-    count: int = 0  # rounds of it
+    since: int | None = None  # the first round of the current stretch
+    last: int | None = None  # its newest round
+    count: int = 0  # number of its rounds
     judged: int | None = None  # the newest round whose value was judged
     open_since: int | None = None  # the onset of the alert that is open
     severity: str = "warning"  # of that alert
@@ -56,7 +57,7 @@ class _RuleState:
 class RuleEvaluation:
     """Evaluates rules on the records of one run. `families`: the family of each issue, for rules that name one.
 
-    `open_alerts` (rule, place, onset) were told before this process began, and are not told again.
+    `open_alerts` (rule, place, onset) were reported before this process began, and are not reported again.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RuleEvaluation:
         open_alerts: Iterable[tuple[str, str, int]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.left_out = 0  # values and findings that no rule was held against, since there were too many places
+        self.left_out = 0  # values and findings that were not checked against rules, since there were too many places
         self._run, self._families, self._clock = run, families or {}, clock
         self._by_metric: dict[str, list[tuple[Rule, Condition]]] = {}
         self._on_findings: list[tuple[Rule, FindingCondition]] = []
@@ -84,14 +85,14 @@ class RuleEvaluation:
         # Metric → round → node → (at, value), until judged.
         self._waiting: dict[str, dict[int, dict[str | None, tuple[float, float]]]] = {}
         self._findings: dict[int, list[Finding]] = {}
-        self._heard = -1  # the newest round that a finding spoke of
+        self._heard = -1  # the newest round that has a finding
         self._attending: dict[int, set[str]] = {}
         self._attended: dict[str | None, list[int]] = {None: []}  # complete rounds, ascending, by node; None: all
         self._completed: dict[int, tuple[float, float]] = {}  # round → when: by its record, and by our clock
         self._pending: list[Alert] = []
 
     def see(self, record: Record) -> None:
-        """Take one record into account; `alerts` returns what follows from it."""
+        """Process one record; `alerts` returns the resulting alerts."""
         where = None if not isinstance(record, Metric | Finding) else record.where
         if where is None or where.run != self._run:
             return
@@ -203,7 +204,7 @@ class RuleEvaluation:
                 words = _words(condition, node, value, bound, state)
                 self._tell(FIRING, state, draft, words, value, bound)
             if state.count % WINDOW == 0 and condition.against in ("own", "before"):
-                # It has lasted so long that it is the usual by now.
+                # It has lasted so long that it has become the usual value.
                 state.past = deque((v for v in state.stretch if math.isfinite(v)), maxlen=WINDOW)
             return
         if state.open_since is not None:
@@ -221,7 +222,8 @@ class RuleEvaluation:
         where = finding.where
         group = where.group if where.node is None else None
         place = json.dumps({"issue": finding.issue, "node": where.node, "group": group, "layer": where.layer})
-        for rule, _ in self._on_findings:  # of all rules, before any speaks: what is over stands in no one's way
+        # For all rules before any reports: a case that is over must not block a report
+        for rule, _ in self._on_findings:
             past = self._states[rule.name].get(place)
             over = None if past is None else self._over(past, where.node, before=number)
             if past is not None and over is not None:
@@ -253,7 +255,7 @@ class RuleEvaluation:
         return (worse is None or finding.severity in worse) and finding.confidence >= asked.confidence
 
     def _over(self, state: _RuleState, node: str | None, before: int | None = None) -> int | None:
-        """The round in which a case became one of the past; None while it is not."""
+        """Return the round in which a case counted as over; None while it does not."""
         if state.last is None:
             return None
         rounds = (self._attended.get(node) if node is not None else None) or self._attended[None]
@@ -291,7 +293,7 @@ class RuleEvaluation:
         return state
 
     def _draft(self, rule: Rule, place: str, number: int, at: float, **where: str | None) -> Alert:
-        """An alert of a rule at a place, before it is known what is to be said; `where`: node, group, layer, ..."""
+        """Return a draft of a rule's alert at a place, without its message; `where`: node, group, layer, ..."""
         return Alert(self._run, rule.name, place, number, FIRING, "", number, at, "", **where)  # type: ignore[arg-type]
 
     def _tell(
@@ -303,7 +305,7 @@ class RuleEvaluation:
         value: float | None = None,
         bound: float | None = None,
     ) -> None:
-        """Queue the alert that a rule began to hold (firing), or that it no longer does (resolved)."""
+        """Queue the alert that a rule began to hold (firing), or that it no longer holds (resolved)."""
         if kind == FIRING:
             state.open_since = draft.round if state.since is None else state.since
             state.sent_round, state.sent_at = draft.round, draft.at
@@ -315,7 +317,7 @@ class RuleEvaluation:
 
 
 def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:
-    """What the value is held against; None where there is too little to tell."""
+    """Return the bound that the value is compared with; None if there is too little data."""
     match condition.against:
         case "limit":
             return condition.limit
@@ -386,7 +388,7 @@ def replay(
     families: Mapping[str, str],
     channels: Sequence[str] = ("",),
 ) -> list[Alert]:
-    """Return the alerts of a stored run on any of these channels, by round: the same as while it trained."""
+    """Return the alerts of a stored run on any of these channels, by round: the same as during the training."""
     deduplication = CaseDeduplication(rules, channels)
     evaluation = RuleEvaluation(run, rules, families=families)
     alerts: list[Alert] = []

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alerts and messages, and their text for people and programs.
 
-Names of nodes, runs and issues, and the words of findings, may come from a machine that lies. Here they are cut to a
-length, lose what moves a cursor or ends a line, and can neither mention a whole channel nor plant a link.
+Names of nodes, runs and issues, and the text of findings, may come from a hostile machine. Here they are cut to a
+maximum length, stripped of characters that move a cursor or end a line, and can neither mention a whole channel nor
+plant a link.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fedvitals.catalog import unit_of
 from fedvitals.errors import RecordError
 
 FIRING, RESOLVED = "firing", "resolved"
-LINES = 20  # alerts in the text of one message; the rest is counted, and stands in the JSON
+LINES = 20  # alerts in the text of one message; the rest is counted, and included in the JSON
 WORDS = 400  # characters of one sentence
 NAME = 80  # characters of a node's or run's name
-TEXT = 1900  # characters of one message: Discord takes 2000
+TEXT = 1900  # characters of one message: Discord accepts 2000
 ZERO_WIDTH = "\u200b"
 
 
@@ -32,11 +33,11 @@ class Alert:
 
     run: str
     rule: str
-    place: str  # node, group, layer and issue as JSON: what tells two alerts of one rule apart
+    place: str  # node, group, layer and issue as JSON: what distinguishes two alerts of one rule
     onset: int  # the round in which it began
     kind: str  # «firing» or «resolved»
     severity: str
-    round: int  # in which this is said
+    round: int  # in which this is reported
     at: float
     message: str
     node: str | None = None
@@ -61,11 +62,11 @@ class Message:
 
     alerts: tuple[Alert, ...]
     doubtful: int = 0  # earlier alerts to this channel that may not have arrived
-    test: str = ""  # of a test message, what makes it unlike others
+    test: str = ""  # what distinguishes a test message from others
 
     @property
     def key(self) -> str:
-        """A digest of the alerts, the same for each attempt."""
+        """A digest of the alerts, the same for every attempt."""
         identities = " ".join((*(alert.id for alert in self.alerts), self.test))
         return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
@@ -143,13 +144,13 @@ def harmless(text: str, limit: int) -> str:
 
 
 def for_slack(lines: Sequence[str]) -> str:
-    """Escape text for Slack, so that `<!channel>`, `<@U1>` and `<http://...|here>` are plain words."""
+    """Escape text for Slack, so that `<!channel>`, `<@U1>` and `<http://...|here>` are shown literally."""
     escaped = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _cut(_defanged(escaped))
 
 
 def for_discord(lines: Sequence[str]) -> str:
-    """Escape Markdown for Discord, so that `@everyone`, `<@1>` and `[here](http://...)` are plain words."""
+    """Escape Markdown for Discord, so that `@everyone`, `<@1>` and `[here](http://...)` are shown literally."""
     text = "".join("\\" + c if c in "\\*_~`|<>#[]()" else c for c in "\n".join(lines))
     return _cut(_defanged(text))
 
@@ -163,7 +164,7 @@ def _cut(text: str) -> str:
 
 
 def value_text(value: float, metric: str) -> str:
-    """Return a value in its metric's unit, as people write it."""
+    """Return a value in its metric's unit, formatted for people."""
     unit = unit_of(metric)
     if math.isnan(value):
         return "not a number"

@@ -2,8 +2,9 @@
 """Stores alerts until they are delivered, in a small SQLite file: they survive a crash, and none is sent twice.
 
 A row is «waiting», then «sending», which is written before the first byte leaves; then «sent», «lost», or «doubt» if
-nobody knows. Whoever dies while sending leaves a row that is in doubt when its lease ends, and that is not sent again
-unless the channel asks for it. Its key (alert, channel) stays, so that the same alert never comes twice.
+the outcome is unknown. A process that dies while sending leaves a row that is in doubt when its lease ends, and that is
+not sent again unless the channel asks for it. Its key (alert, channel) stays, so that the same alert is never sent
+twice.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from fedvitals.sinks.alerts.message import RESOLVED, Alert, from_line, to_line
 
 WAITING, SENDING, SENT, LOST, DOUBTFUL, SILENT = "waiting", "sending", "sent", "lost", "doubt", "silent"
 MOST_WAITING = 10_000  # rows of one channel
-KEPT_SECONDS = 30 * 86_400.0  # rows that are done with, so that nothing is repeated
-LEASE_SECONDS = 60.0  # beyond the time that one attempt may take
+KEPT_SECONDS = 30 * 86_400.0  # finished rows, so that nothing is repeated
+LEASE_SECONDS = 60.0  # beyond the time limit of one attempt
 BUSY_SECONDS = 5.0  # another process may hold the file
 
 _SCHEMA = """
@@ -44,7 +45,7 @@ class Outbox:
         self._channel = channel
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            # Alerts name clients and runs: nobody else's business.
+            # Alerts name clients and runs: only the user may read them.
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(path_in(folder), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         target = ":memory:" if folder is None else str(path_in(folder))
@@ -91,7 +92,7 @@ class Outbox:
                     continue
                 try:
                     mine.append(from_line(content))
-                except RecordError:  # somebody else's hand
+                except RecordError:  # written by something else
                     self._end([alert], LOST, "unreadable")
                     continue
                 self._database.execute(
@@ -141,7 +142,7 @@ class Outbox:
         return int(rows[0][0] or 0)
 
     def waiting(self) -> int:
-        """Return how many alerts wait."""
+        """Return how many alerts are waiting."""
         ((count,),) = self._database.execute(
             "SELECT COUNT(*) FROM delivery WHERE channel = ? AND state = ?", (self._channel, WAITING)
         )
@@ -177,7 +178,7 @@ class Outbox:
 
 
 def _text(name: str) -> str:
-    """Fit for SQLite, which takes no lone surrogates."""
+    """Return text that SQLite accepts: without lone surrogates."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 

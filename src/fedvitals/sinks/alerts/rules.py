@@ -7,7 +7,7 @@
     METRIC drops by STEP [within N rounds]      or: rises by
     finding [ISSUE] [in FAMILY] [severity >= warning] [confidence >= 0.9]
 
-each followed by «for N rounds» where it must last. Whatever is not exactly one of these is refused, with what was
+each optionally followed by «for N rounds» if it must last. Anything else is refused, with a suggestion of what was
 probably meant.
 """
 
@@ -24,7 +24,7 @@ from fedvitals.catalog import CATALOG, unit_of
 from fedvitals.errors import ConfigError, unknown
 
 SEVERITIES = ("note", "warning", "critical")  # the worst last
-MOST_ROUNDS = 1000  # that «for» and «within» may ask for: what is remembered stays small
+MOST_ROUNDS = 1000  # the largest number in «for» and «within»: keeps memory small
 WINDOW = 50  # earlier rounds behind «own median»
 NAME_LENGTH = 200
 
@@ -51,11 +51,11 @@ class Condition:
     """A condition on one metric of one node. By `against`, `number` is the limit, the factor or the step."""
 
     metric: str
-    comparison: str  # «>», «>=», «<», «<=»; of a change «drops» or «rises»
+    comparison: str  # «>», «>=», «<», «<=»; for a change «drops» or «rises»
     number: float
-    unit: str = ""  # as written; "" is the catalogue's
+    unit: str = ""  # as written; "" means the catalogue's
     against: str = "limit"  # «limit», «own», «cohort», «before»
-    within: int = 1  # rounds back that a change is measured over
+    within: int = 1  # rounds back over which a change is measured
     rounds: int = 1  # in a row, of those that the node took part in
 
     @property
@@ -115,11 +115,11 @@ class Rule:
     """A condition, the severity of its alerts, and the channels that receive them."""
 
     when: Condition | FindingCondition
-    name: str = ""  # for people; by default what is asked
-    severity: str = ""  # by default the finding's own, of a metric «warning»
+    name: str = ""  # for people; by default the rule's text
+    severity: str = ""  # by default the finding's own, for a metric «warning»
     node: str | None = None  # a name or a pattern like «c*»; «whole» is the federation; None: all
     gap: Gap = Gap(5)
-    resolved: bool = True  # whether it is told when it is over
+    resolved: bool = True  # whether its end is reported
     channels: tuple[str, ...] = ()  # by name; none: all
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ def parse(text: str) -> Condition | FindingCondition:
 
 
 class _Line:
-    """The words of a rule, taken one after the other."""
+    """The words of a rule, consumed one after the other."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -279,7 +279,7 @@ def _check_metric(metric: str) -> None:
 
 
 def _unit(line: _Line, metric: str, number: float) -> str:
-    """The unit after a number, "" without; what cannot be meant is refused."""
+    """Return the unit after a number, "" if there is none; an implausible unit is refused."""
     measured = unit_of(metric)
     allowed = UNITS.get(measured, {})
     word = line.peek()
@@ -322,7 +322,7 @@ def _finding(line: _Line) -> FindingCondition:
 
 
 def _rounds(line: _Line, word: str) -> int:
-    """The number in «for 3 rounds»; 1 where it does not stand."""
+    """Return the number in «for 3 rounds»; 1 without it."""
     if line.peek() != word:
         return 1
     line.take()
@@ -334,7 +334,7 @@ def _rounds(line: _Line, word: str) -> int:
 
 
 def unknown_names(rules: Sequence[Rule], families: Mapping[str, str]) -> list[str]:
-    """Return a remark for each rule on an issue or family that no shipped detector knows. Detectors of the user may."""
+    """Return a remark for each rule on an issue or family that no shipped detector has; a user's may have it."""
     remarks = []
     for rule_ in rules:
         if isinstance(rule_.when, FindingCondition):
@@ -348,7 +348,7 @@ def unknown_names(rules: Sequence[Rule], families: Mapping[str, str]) -> list[st
 
 
 def _number_text(number: float) -> str:
-    """As short as can be read back to the same number."""
+    """Return the shortest text that reads back as the same number."""
     value = float(number)
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 

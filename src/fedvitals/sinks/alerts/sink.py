@@ -4,7 +4,8 @@
     fv.Monitor("runs.db", sinks=[Alerts("alerts.toml")])
     Alerts(rules=["accuracy < 0.8 for 5 rounds", "finding in client"], channels=[File("alerts.jsonl")])
 
-Judging happens on the sink's worker, delivery on a thread of each channel's own: neither training nor other sinks wait.
+Rules are evaluated on the sink's worker, and each channel delivers on its own thread: neither training nor other sinks
+wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Alert", "Alerts", "Command", "DeliveryError", "Email", "File", "Mess
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-MOST_RUNS = 8  # that one sink watches at a time
+MOST_RUNS = 8  # watched by one sink at a time
 CLOSE_SECONDS = 5.0
 
 
@@ -80,13 +81,14 @@ class Alerts(Sink):
             raise ConfigError(
                 'Alerts need a rule: Alerts("alerts.toml"), or Alerts(rules=["accuracy < 0.8"], channels=...).'
             )
-        rules_of(self.rules)  # those of the file and these together: no two of one name
+        rules_of(self.rules)  # checks that the file's rules and these have distinct names
         check_channels(self.rules, [channel.name for channel in self.channels])
         self._folder, self._families = own, families
         self._beside = None if config is None else Path(f"{os.fspath(Path(config).expanduser())}.d")
         self._evaluations: dict[str, RuleEvaluation] = {}
         self._deduplication = CaseDeduplication(self.rules, [channel.name for channel in self.channels])
-        self._deliveries: dict[str, ChannelDelivery] | None = None  # made at the first record: nothing is opened before
+        # Created at the first record: nothing is opened before
+        self._deliveries: dict[str, ChannelDelivery] | None = None
         self._silent = {rule_.name for rule_ in self.rules if not rule_.resolved}
         self._warned = False
         self._gone: dict[str, int] = {}  # lost by deliveries that have ended
@@ -155,7 +157,7 @@ class Alerts(Sink):
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """How many alerts did not reach a channel, or may not have, by cause."""
+        """The number of alerts that did not reach a channel, or may not have, by cause."""
         sums = dict(self._gone)
         for delivery in (self._deliveries or {}).values():
             for cause, count in delivery.lost.items():
@@ -175,7 +177,7 @@ class Alerts(Sink):
         }
         if self.folder is not None and path_in(self.folder).exists():
             for delivery in self._deliveries.values():
-                delivery.start()  # with what an earlier process left
+                delivery.start()  # including what an earlier process left
 
     def _evaluation_of(self, run: str) -> RuleEvaluation:
         evaluation = self._evaluations.get(run)
@@ -185,7 +187,8 @@ class Alerts(Sink):
                 self._send(self._evaluations.pop(oldest).finish())
                 self._deduplication.end(oldest)
             known_alerts: list[tuple[str, str, int]] = []
-            with contextlib.suppress(sqlite3.Error, OSError):  # then it may be told twice, which is better than never
+            # It may then be reported twice, which is better than never
+            with contextlib.suppress(sqlite3.Error, OSError):
                 known_alerts = open_alerts(self.folder, run)
             self._deduplication.begin(run, known_alerts)
             evaluation = self._evaluations[run] = RuleEvaluation(
@@ -202,7 +205,7 @@ class Alerts(Sink):
         self._warn()
 
     def _warn(self) -> None:
-        """Warn once of what no rule can see."""
+        """Warn once about what no rule can see."""
         if self._warned:
             return
         left_out = sum(evaluation.left_out for evaluation in self._evaluations.values())

@@ -25,8 +25,8 @@ ANSWER = 4096  # bytes of an answer that are read
 REDIRECTS = 3
 LONGEST_WAIT = 3600.0  # seconds that a server may ask us to wait
 MOST_ALERTS = 100  # in the JSON of one message
-TRY_AGAIN = (408, 425, 429)  # besides 5xx: not taken now, but perhaps later
-SAME_METHOD = (307, 308)  # the redirects that keep a POST a POST
+TRY_AGAIN = (408, 425, 429)  # besides 5xx: not accepted now, but perhaps later
+SAME_METHOD = (307, 308)  # the redirects that repeat a POST as a POST
 NO_SECRETS = frozenset(("api", "hook", "hooks", "incoming", "integrations", "message", "messages", "notify", "post",
                         "rooms", "services", "triggers", "webhook", "webhookb2", "webhooks", "workflows"))  # fmt: skip
 """Parts of an address that well-known services share."""
@@ -77,7 +77,7 @@ class Webhook:
         body = {
             "text": for_slack(lines),
             "content": for_discord(lines),
-            "allowed_mentions": {"parse": []},  # Discord's own switch
+            "allowed_mentions": {"parse": []},  # Discord's own setting
             "fedvitals": data,
         }
         payload = json.dumps(body).encode()
@@ -92,7 +92,7 @@ class Webhook:
         raise DeliveryError(REFUSED, f"{_shown(self.url)} redirects more than {REDIRECTS} times.")
 
     def _post(self, url: SplitResult, payload: bytes, headers: Mapping[str, str]) -> str | None:
-        """Where the server sends us on to; None when it has taken the message."""
+        """Return the address that the server redirects to; None if it has accepted the message."""
         whole, host = False, url.hostname or ""
         connection = http.client.HTTPConnection(host, url.port, timeout=self.seconds)
         if url.scheme == "https":
@@ -128,14 +128,14 @@ class Webhook:
         raise DeliveryError(outcome, f"{host} answered {status}{': ' + words if words else ''}.", after=_wait(wait))
 
     def _secrets(self, url: SplitResult) -> list[str]:
-        """What of the request may not be repeated: the address behind the host, and all headers of the user's own."""
+        """Return what must not be repeated: the parts of the address after the host, and the user's headers."""
         parts = [
             part for known in (urlsplit(self.url), url) for part in re.split("[/&=]", f"{known.path}/{known.query}")
         ]
         return [*(part for part in parts if part.casefold() not in NO_SECRETS), *self.headers.values()]
 
     def _followed(self, url: str, onward: str) -> str:
-        """The address that a server redirects to, if that is its own: another host might be anybody's."""
+        """Return the address of a redirect if it is on the same host, since another host could belong to anyone."""
         target = urljoin(url, onward)
         try:
             here, there = _split(url), _split(target)

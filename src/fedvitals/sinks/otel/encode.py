@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes records as OTLP messages: spans as spans, metrics as gauges, events and findings as log records.
 
-A gauge has few attributes, since each combination is a series of its own in whatever keeps it: the node, and no round.
-Round, step and layer ride in the point's exemplar, as `filtered_attributes`: OTLP's own place for what was left out.
+A gauge has few attributes, since each combination becomes a separate series in the backend: the node, but no round.
+Round, step and layer are in the point's exemplar, as `filtered_attributes`: OTLP's own place for attributes left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedvitals.transport.otel_names import message
 Kind = TypeVar("Kind", Span, Metric, Event | Finding)
 Failures = Mapping[tuple[str, int | None, str | None], Event]  # by run, round and node
 
-DEPTH = 8  # of a value inside values; deeper ones become text
+DEPTH = 8  # of nested values; deeper ones become text
 VALUES = 1000  # in one list or mapping
 LONGEST = 16_384  # bytes of a text
 _TRACE, _SPAN = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
@@ -70,7 +70,7 @@ def logs(runs: Mapping[str, Run], events: Iterable[Event | Finding]) -> Any:
 def _scoped(
     request: Any, signal: str, runs: Mapping[str, Run], records: Iterable[Kind]
 ) -> Iterator[tuple[str, Any, list[Kind]]]:
-    """Yield each run, its part of the request, described, and its records."""
+    """Yield each run, its part of the request with its description, and its records."""
     by_run: dict[str, list[Kind]] = {}
     for record in records:
         by_run.setdefault(record.where.run, []).append(record)
@@ -129,7 +129,7 @@ def _failed(span: Span) -> bool:
 
 
 def _exception(encoded_span: Any, kind: str, words: str, failure: Event | None, span: Span) -> None:
-    """The span's event «exception», as the conventions ask; without a word of it known there is none."""
+    """Add the event «exception» to the span, as the conventions require; none if nothing is known of it."""
     if not kind:
         return
     at = failure.at if failure is not None else span.at + span.seconds
@@ -176,7 +176,7 @@ def _log(records: Any, record: Event | Finding) -> None:
 
 
 def trace_id(trace: str, where: Where) -> bytes:
-    """Return our own id where it is a W3C id; otherwise one derived from it, or from the run where there is none."""
+    """Return our own id if it is a W3C id; otherwise one derived from it, or from the run if there is none."""
     return bytes.fromhex(trace) if _is(_TRACE, trace) else _digest(f"{trace}/{where.run}", 16)
 
 
@@ -186,10 +186,10 @@ def span_id(span: str) -> bytes:
 
 def nanoseconds(seconds: float) -> int:
     """Return a time in nanoseconds, at least 0; NaN becomes 0, which OTLP reads as unknown."""
-    if not 0 <= seconds < 2**33:  # beyond which OTLP cannot count; NaN is not below, either
+    if not 0 <= seconds < 2**33:  # OTLP cannot represent more; NaN does not pass the comparison either
         return 0
     whole = math.floor(seconds)
-    return whole * 10**9 + round((seconds - whole) * 1e9)  # in one product the last three digits would be lost
+    return whole * 10**9 + round((seconds - whole) * 1e9)  # a single product would lose the last three digits
 
 
 def text(value: str, limit: int = 256) -> str:
@@ -198,9 +198,9 @@ def text(value: str, limit: int = 256) -> str:
 
 
 def fill(pairs: Any, attributes: Mapping[str, Any]) -> None:
-    """Add values by name, in their order, to a list of attributes; None is left out.
+    """Add attributes by name, in their order, to a list of attributes, leaving out None.
 
-    In place: messages that are made alone and copied into others take twice the time.
+    In place: building separate messages and copying them into others takes twice the time.
     """
     for name, value in attributes.items():
         if value is not None:

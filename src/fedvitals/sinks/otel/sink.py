@@ -4,9 +4,9 @@
     Monitor("runs.db", sinks=[OpenTelemetry("http://localhost:4318")])
 
 The messages are those of the package `opentelemetry-proto`. They are sent from here, not by the SDK's exporters: these
-sleep between attempts of their own, give the same answer for a receiver that is away and one that refuses, and log each
-attempt, which the monitor would record and send. Here an attempt fails at once and tells why, and the queue that every
-sink stands behind waits and tries again: nothing is lost while it has room (100,000 records).
+sleep between attempts, give the same answer for a receiver that is unreachable and one that refuses, and log each
+attempt, which the monitor would record and send. Here an attempt fails at once and says why, and the queue in front of
+every sink waits and tries again: nothing is lost while it has room (100,000 records).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fedvitals.transport.otel_names import message
 logger = logging.getLogger("fedvitals.telemetry")
 
 DEFAULT = "http://localhost:4318"
-SMALL = 1000  # bytes of a body that are not worth the time to compress
+SMALL = 1000  # size of a body below which compressing is not worth the time
 ANSWER = 1 << 16  # bytes of an answer that are read
-REFUSED = (400, 413, 422)  # of these records, whoever asks again: the queue finds the one that is to blame
-FAILURES = RUNS = 1000  # remembered: of clients, until their span comes; of runs, for what they are called
+REFUSED = (400, 413, 422)  # these records are at fault, not the sender: the queue finds the one to blame
+FAILURES = RUNS = 1000  # remembered: failures of clients, until their span comes; runs, for their names
 UNKNOWN = (404, 405, 501)  # the receiver does not know this signal
-LONGEST_WAIT = 60.0  # seconds that a receiver may ask us to stay away
+LONGEST_WAIT = 60.0  # seconds that a receiver may ask us to wait
 
 
 class Signal(NamedTuple):
-    """One of OTLP's three signals: the records it carries, its path, and how the answer reports what was not kept."""
+    """One of OTLP's three signals: the records it carries, its path, and how an answer reports rejected records."""
 
     kinds: tuple[type, ...]
     path: str
@@ -88,15 +88,15 @@ class OpenTelemetry(Sink):
         timeout: float = 5.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        message("common.v1.common", "AnyValue")  # said now that the package is missing, and not in the midst of a run
+        message("common.v1.common", "AnyValue")  # reports a missing package now, and not during a run
         self.endpoint = _checked(endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT)
-        self.rejected = 0  # what a receiver took note of and did not keep
+        self.rejected = 0  # records that a receiver accepted but did not keep
         self._headers = {**(_from_environment() if headers is None else headers)}
         self._most_nodes, self._timeout = nodes, timeout
         self._runs: dict[str, Run] = {}
         self._failures: dict[tuple[str, int | None, str | None], Event] = {}
         self._nodes: dict[str, None] = {}
-        self._sent: set[int] = set()  # records of a batch of which only a part got through, by their id()
+        self._sent: set[int] = set()  # records of a partly delivered batch, by their id()
         self._away_until = 0.0
         self._unknown_until: dict[str, float] = {}  # by path
         self._signals = [_signal(name) for name in signals]
@@ -113,7 +113,7 @@ class OpenTelemetry(Sink):
             records: The records that the monitor has produced since the last call.
         """
         self._remember(records)
-        # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.
+        # The queue repeats the same objects, whole or in halves: what was delivered is not sent twice.
         new = [record for record in records if id(record) not in self._sent and self._wanted(record)]
         for signal in self._signals:
             chosen = [record for record in new if isinstance(record, signal.kinds)]
@@ -135,7 +135,7 @@ class OpenTelemetry(Sink):
                 _put(self._failures, (where.run, where.round, where.node), record, FAILURES)
 
     def _wanted(self, record: Record) -> bool:
-        """Whether it is to be sent: a metric of a node that came too late to get series of its own is not."""
+        """Whether to send a record: not for a metric of a node that came too late to get series of its own."""
         if not isinstance(record, Metric) or record.where.node is None or record.where.node in self._nodes:
             return True
         if len(self._nodes) < self._most_nodes:
@@ -184,7 +184,7 @@ class OpenTelemetry(Sink):
         text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(answer)}"
         if error.code in REFUSED:
             raise RecordError(text) from error
-        if error.code in UNKNOWN:  # Jaeger takes traces and nothing else: the rest must not stand in their way
+        if error.code in UNKNOWN:  # Jaeger accepts traces and nothing else: the rest must not block them
             self._unknown_until[signal.path] = time.monotonic() + LONGEST_WAIT
             self.rejected += count
             self._say(f"{text}. Such records are left out, and tried again from minute to minute.")
@@ -195,10 +195,10 @@ class OpenTelemetry(Sink):
         raise ConnectionError(text) from error
 
     def _heed(self, signal: Signal, body: bytes) -> None:
-        """A receiver may take a request and leave out some of it; to ask again would help nobody."""
+        """Read the answer: a receiver may accept a request and drop some of it; sending it again would not help."""
         try:
             partial = message(*signal.response).FromString(body).partial_success
-        except Exception:  # noqa: BLE001 - of protobuf's own; some receivers answer with a text, or with nothing
+        except Exception:  # noqa: BLE001 - raised by protobuf; some receivers answer with a text, or with nothing
             return
         rejected = int(getattr(partial, signal.rejected))
         if rejected > 0:
@@ -212,7 +212,7 @@ class OpenTelemetry(Sink):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take telemetry, and the token that goes along, to somewhere that nobody chose."""
+    """Refuses redirects, which would send telemetry, and the token with it, to a place that nobody chose."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -249,6 +249,6 @@ def _from_environment() -> dict[str, str]:
 
 
 def _readable(body: bytes) -> str:
-    """What a receiver says, be it a text or protobuf's Status around one: its letters, and not too many."""
+    """Return a receiver's answer, a text or protobuf's Status with one: its printable characters, up to a limit."""
     text = "".join(character if character.isprintable() else " " for character in body.decode("utf-8", "replace"))
     return bounded(" ".join(text.split()), 300) or "nothing more"

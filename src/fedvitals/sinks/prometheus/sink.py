@@ -6,7 +6,7 @@
 | series | what |
 | --- | --- |
 | `fedvitals_<metric>{run}` | the newest value about the round as a whole |
-| `fedvitals_node_<metric>{run,node}` | `signs` of each node; of more than `nodes` clients, those of the worst |
+| `fedvitals_node_<metric>{run,node}` | `signs` of each node; with more than `nodes` clients, only of the worst |
 | `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round, the newest of each: min to max |
 | `fedvitals_*_total{run,...}` | counters: rounds, findings, failures, events, bytes, records lost |
 
@@ -81,13 +81,13 @@ class Prometheus(Sink):
             )
         self._wanted, self._host, self._token = port, host, token
         self._signs, self._series = tuple(signs), series
-        # More nodes than the page has room for would be made at each scrape, only to be left out: 49 ms of CPU, not 24.
+        # More nodes than fit on the page would be rendered at each scrape, only to be dropped: 49 ms of CPU, not 24.
         most_nodes = series // max(1, len(self._signs))
         self._nodes, self._worst = min(nodes, most_nodes), min(worst, most_nodes)
         self._lock = threading.Lock()
         self._runs: dict[str, RunState] = {}
         self._open: set[str] = set()
-        self._writers: set[int] = set()  # threads: each monitor's queue has one, which also closes
+        self._writers: set[int] = set()  # thread ids: each monitor's queue has one thread, which also closes
         self._page: HttpServer | None = None
         self._next_attempt = 0.0
         self._port_reported = False
@@ -103,11 +103,7 @@ class Prometheus(Sink):
         return None if self._page is None else f"{self._page.url}/metrics"
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take in records. Never raises, so that nothing is counted twice.
-
-        Args:
-            records: The records that the monitor has produced since the last call.
-        """
+        """Process records. Never raises, so that nothing is counted twice."""
         with self._lock:
             self._writers.add(threading.get_ident())
             touched: dict[str, RunState] = {}
@@ -150,7 +146,7 @@ class Prometheus(Sink):
         return self._runs[run]
 
     def _make_room(self) -> None:
-        """Keep the newest runs: the oldest that has ended goes first."""
+        """Keep the newest runs: the oldest that has ended is dropped first."""
         while len(self._runs) >= RUNS:
             ended = [run for run in self._runs if run not in self._open]
             gone = (ended or list(self._runs))[0]
@@ -173,7 +169,7 @@ class Prometheus(Sink):
                     "Said once. Prometheus(port=0) takes a free port.", self._host, self._wanted, error,
                 )  # fmt: skip
             return
-        # Of a port that nobody chose, nobody could know otherwise: programs without logging show warnings only.
+        # A port chosen by the system would otherwise be unknown: programs without logging only show warnings.
         logger.log(logging.INFO if self._wanted else logging.WARNING, "Prometheus metrics are served on %s", self.url)
 
     def _answer(self, request: Request) -> Response:
@@ -184,14 +180,14 @@ class Prometheus(Sink):
         return Response(200, *self.render(request.headers.get("Accept", "")))
 
     def _families(self) -> Iterator[Any]:
-        """Series of all runs by family, within the bound; what had no place is counted."""
+        """Yield the series of all runs by family, up to the limit; the rest is counted."""
         with self._lock:
             states = list(self._runs.values())
-            # By kind first, so that a crowded run leaves room for what matters most of the others.
+            # By kind first, so that a crowded run leaves room for the most important series of the others.
             kinds = [[series for state in states for series in state.kind(kind)] for kind in RunState.KINDS]
         left_out = 0
         families: dict[str, Any] = {}
-        shown: set[tuple[str, ...]] = set()  # long names may be the same once they are cut
+        shown: set[tuple[str, ...]] = set()  # long names may coincide once they are cut
         for series in (series_of_kind for kind in kinds for series_of_kind in kind):
             values = tuple(series.labels.values())
             if len(shown) >= self._series - 1 or (series.name, *values) in shown:
@@ -213,7 +209,7 @@ class Prometheus(Sink):
 
 
 class _SingleCollection:
-    """What an encoder takes for a registry."""
+    """A collection in the form that an encoder expects of a registry."""
 
     def __init__(self, families: Iterator[Any]) -> None:
         self._families = families

@@ -28,11 +28,11 @@ SIGNS = (
 """The vital signs that have a series for each node."""
 
 UNITS = {"seconds": "_seconds", "bytes": "_bytes", "share": "_ratio"}
-OTHERS, ISSUES, FAILING, NAMES = 50, 200, 100, 300  # servers and edges, issues, failing nodes, metrics: at most so many
-SEEN = 20_000  # records whose identity is remembered: what is delivered twice is counted once
+OTHERS, ISSUES, FAILING, NAMES = 50, 200, 100, 300  # limits: servers and edges, issues, failing nodes, metrics
+SEEN = 20_000  # records whose identity is remembered: a record delivered twice is counted once
 LEVELS = ("debug", "info", "warning", "error", "critical")
-SEVERITIES = {"note": 0, "warning": 1, "critical": 5}  # weight of a finding among what makes a node the worst
-FADING = 0.8  # of a finding's weight is left after a round
+SEVERITIES = {"note": 0, "warning": 1, "critical": 5}  # weight of a finding when the worst nodes are chosen
+FADING = 0.8  # share of a finding's weight that is left after each round
 KINDS = ("model", "update", "telemetry")
 
 
@@ -62,10 +62,10 @@ class RunState:
         self._trouble: dict[str, float] = {}  # by node, fading from round to round
         self._spread = ClientSpread()
         self._closed: ClosedRound | None = None
-        self._newest: dict[str, dict[str, float]] = {}  # metric → client → value, as of the last round that is over
+        self._newest: dict[str, dict[str, float]] = {}  # metric → client → value, as of the last completed round
         self._points: dict[str, dict[str, float]] = {}
         self._chosen: list[str] = []
-        self._stale = False  # whether who is chosen must be asked again
+        self._stale = False  # whether the choice of nodes must be made again
         self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._findings: Counter[tuple[str, str]] = Counter()
         self._failures: Counter[str] = Counter()
@@ -75,10 +75,10 @@ class RunState:
         self._transfers: Counter[str] = Counter()
         self._rounds: set[int] = set()
         self._rounds_over = 0
-        self._names: dict[str, str] = {}  # of the page → of the metric: two metrics may not share one
+        self._names: dict[str, str] = {}  # on the page → of the metric: two metrics may not share a name
 
     def add(self, record: Record) -> None:
-        """Take one record."""
+        """Process one record."""
         match record:
             case Run():
                 self._know(record)
@@ -91,7 +91,7 @@ class RunState:
         """Update the spread and the worst nodes after a batch, if a round has ended since the last call."""
         for closed in self._spread.closed():
             if self._closed is not None and closed.round < self._closed.round:
-                continue  # a straggler's word of a round that is not the last any more
+                continue  # a straggler's value for a round that is no longer the last
             self._stale = True
             self._closed = known = self._carried(closed)
             self._points = {name: known.points(name) for name in known.values}
@@ -101,7 +101,7 @@ class RunState:
             self._chosen = self._choose()
 
     def _carried(self, closed: ClosedRound) -> ClosedRound:
-        """The round with what was measured of its clients before, where they take turns at it.
+        """Return the round with earlier values of its clients added, if they take turns at a metric.
 
         The spread is then over the same values that the nodes' own series show.
         """
@@ -117,7 +117,7 @@ class RunState:
                 carried[name] = {node: known[node] for node in there if node in known} | dict(now)
         return replace(closed, values={name: values for name, values in carried.items() if values})
 
-    # -- taking in ----------------------------------------------------------------------------------------------------
+    # -- input ---------------------------------------------------------------------------------------------------------
 
     def _know(self, run: Run) -> None:
         if self._run.name == self._run.id:  # the first time
@@ -141,7 +141,7 @@ class RunState:
         self._spread.add(metric)
         node, number = where.node or where.group, -1 if where.round is None else where.round
         if metric.value != metric.value and where.node is not None:
-            self._newest.get(metric.name, {}).pop(where.node, None)  # not a number: no older one stands for it
+            self._newest.get(metric.name, {}).pop(where.node, None)  # NaN: no older value replaces it
         if node is None:
             if metric.name == "time.round" and number not in self._rounds:
                 self._rounds = {n for n in self._rounds if n > number - SEEN} | {number}
@@ -179,7 +179,7 @@ class RunState:
                 self._transfers[kind] += 1
 
     def _choose(self) -> list[str]:
-        """Nodes with series of their own: all, or of too many clients those that are worst off."""
+        """Return the nodes with their own series: all, or with too many clients the worst ones."""
         others = sorted(self._others)
         if len(self._clients) <= self._most:
             return [*others, *sorted(self._clients)]
@@ -195,7 +195,7 @@ class RunState:
         ranked = sorted(self._clients, key=lambda node: (-self._trouble.get(node, 0.0), -off.get(node, 0.0), node))
         return [*others, *ranked[: self._worst]]
 
-    # -- giving out ---------------------------------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------------------------------
 
     def kind(self, kind: str) -> Iterator[Series]:
         """Return the series of one of KINDS, the most important first, since there may not be room for all."""
@@ -248,7 +248,7 @@ class RunState:
                     yield f"node_{page}", f"{_meaning(sign)} Of a node.", {"node": plain(node)}, values[node]
 
     def _over_clients(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
-        # Signs first: they have a place where there is not one for every metric.
+        # Signs first: they are included even if there is no room for every metric.
         for name in sorted(self._points, key=lambda name: (name not in self._signs, name)):
             page = self._name(name)
             for point, value in self._points[name].items() if page is not None else ():
@@ -256,7 +256,7 @@ class RunState:
                 yield f"nodes_{page}", words, {"point": point}, value
 
     def _name(self, metric: str) -> str | None:
-        """The metric's name by Prometheus' conventions; None where another metric has it already."""
+        """Return the metric's name by Prometheus' conventions; None if another metric already has it."""
         page = page_name(metric)
         return page if self._names.setdefault(page, metric) == metric else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a person's own SQL on a store, read-only."""
+"""Runs a user's own SQL on a store, read-only."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fedvitals.errors import StoreError
 from fedvitals.store.dialect import Database
 from fedvitals.store.read.reader import Reader
 
-# Where SQLite asks an authoriser, PostgreSQL reads in a transaction that may only read. What that leaves possible
+# Where SQLite asks an authoriser, PostgreSQL uses a read-only transaction. What such a transaction still allows
 # (settings, locks, files on the server) begins with other words than these.
 _READING = re.compile(r"(?is)(\s|--[^\n]*(\n|$)|/\*.*?\*/)*(select|with|values|table|explain|show)\b")
-INSTRUCTIONS = 100_000  # of SQLite's machine, between two looks at whether somebody has pressed Ctrl-C: a millisecond
+INSTRUCTIONS = 100_000  # of SQLite's machine, between two checks for Ctrl-C: a millisecond
 _REFUSALS = ("authoriz", "prohibited", "readonly", "read-only")
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The rows of a person's statement."""
+    """The rows of a user's statement."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
-    more: bool  # whether there was more than the limit allowed
+    more: bool  # whether there were more rows than the limit allowed
 
 
 def query(
@@ -42,9 +42,9 @@ def query(
     seconds: float | None = None,
     cell_bytes: int | None = None,
 ) -> Answer:
-    """Run a person's statement and return its rows; StoreError when it is wrong or would change anything.
+    """Run a user's statement and return its rows; StoreError if it is wrong or would change anything.
 
-    In SQLite, `seconds` bounds how long it may run, and `cell_bytes` the size of every value on the way. PostgreSQL
+    In SQLite, `seconds` bounds how long it may run, and `cell_bytes` the size of every intermediate value. PostgreSQL
     has the patience that the reader was opened with.
     """
     database, most = reader.database, None if limit is None else limit + 1
@@ -77,8 +77,8 @@ def _ask_sqlite(database: Database, sql: str, limit: int | None, seconds: float 
         cursor = database.connection.execute(sql)
         rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
         described = cursor.description
-        cursor.close()  # a statement left open would hold the store's log back from being folded in
-    if described is None:  # nothing but spaces and comments
+        cursor.close()  # an open statement would keep the store's log from being folded in
+    if described is None:  # only spaces and comments
         raise _refusal(sql)
     return tuple(column[0] for column in described), rows
 
@@ -87,8 +87,8 @@ def _ask_sqlite(database: Database, sql: str, limit: int | None, seconds: float 
 def _interruptible(connection: sqlite3.Connection) -> Iterator[None]:
     """Let Ctrl-C end a statement, which SQLite would otherwise run to its end first.
 
-    Python runs a signal's handler between two of its own instructions: in here, when SQLite asks whether to go on. An
-    exception raised there would be lost, so the usual handler runs when the statement has ended. PostgreSQL's driver
+    Python runs a signal's handler between two of its own instructions: here, when SQLite asks whether to continue. An
+    exception raised there would be lost, so the usual handler runs after the statement has ended. PostgreSQL's driver
     cancels a statement by itself.
     """
     usual = signal.getsignal(signal.SIGINT)
@@ -109,7 +109,7 @@ def _interruptible(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bounded(connection: sqlite3.Connection, cell_bytes: int | None) -> Iterator[None]:
-    """Refuse values larger than this meanwhile: one expression can make a text of a gigabyte."""
+    """Refuse values larger than this inside the block: one expression can create a text of a gigabyte."""
     if cell_bytes is None:
         yield
         return
@@ -122,7 +122,7 @@ def _bounded(connection: sqlite3.Connection, cell_bytes: int | None) -> Iterator
 
 @contextlib.contextmanager
 def _timed(connection: sqlite3.Connection, seconds: float | None) -> Iterator[None]:
-    """End a statement that runs longer than this; StoreError then."""
+    """End a statement that runs longer than this, raising StoreError."""
     if seconds is None:
         yield
         return
@@ -148,7 +148,7 @@ def _ask_postgres(database: Database, sql: str, limit: int | None) -> Rows:
     rows: list[tuple[Any, ...]] = []
     try:
         cursor = database.connection.cursor()
-        # Streamed, so that no table has to fit into memory; and in the protocol that takes one statement at a time.
+        # Streamed, so that a table need not fit into memory, and in the protocol that takes one statement at a time.
         with contextlib.closing(cursor.stream(sql, binary=True)) as stream:
             for row in stream:
                 rows.append(tuple(_plain(value) for value in row))
@@ -160,7 +160,7 @@ def _ask_postgres(database: Database, sql: str, limit: int | None) -> Rows:
 
 
 def _plain(value: Any) -> Any:
-    """Sums and means of whole numbers are exact in PostgreSQL; people and JSON take them as numbers."""
+    """Convert the decimals that PostgreSQL returns for sums and means of integers; users and JSON expect numbers."""
     if isinstance(value, decimal.Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return value if value is None or isinstance(value, str | int | float | bytes) else str(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what has changed in a store since somebody last looked."""
+"""Reads what has changed in a store since an earlier point in time."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ NUMBERED = tuple(
 
 
 def data_version(reader: Reader) -> object:
-    """Return what stays the same as long as nobody else writes; None where that cannot be asked in one word.
+    """Return a value that stays the same as long as nobody else writes; None if the database has no such value.
 
-    Answers of two readers cannot be compared.
+    Values of two readers cannot be compared.
     """
     return None if reader.database.dialect.shared else reader.database.rows("PRAGMA data_version")[0][0]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreState:
-    """How far a store has come."""
+    """How far a store has been written."""
 
     newest: dict[str, int]  # by table, the arrival of the newest row
-    runs: dict[str, tuple[Any, ...]]  # by id, what changes when a run is described anew
-    marks: dict[int, tuple[Any, ...]]  # by the run's number, what changes when a mark is set or taken away
+    runs: dict[str, tuple[Any, ...]]  # by id, what changes when a run's description is written again
+    marks: dict[int, tuple[Any, ...]]  # by the run's number, what changes when a mark is set or removed
 
 
 def store_state(reader: Reader) -> StoreState:
-    """Return how far the store has come."""
+    """Return how far the store has been written."""
     ask = reader.database.rows
     newest = " UNION ALL ".join(f"SELECT '{table}', COALESCE(MAX(arrival), 0) FROM {table}" for table in NUMBERED)  # noqa: S608 - our own words
     runs = ask("SELECT s.text, r.source, r.sequence, r.finished, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id")
@@ -49,13 +49,13 @@ def store_state(reader: Reader) -> StoreState:
 
 
 def runs_with_new_rows(reader: Reader, table: str, after: int, last: int) -> set[int]:
-    """Return the numbers of the runs that have rows with arrivals from `after` (not included) to `last`."""
+    """Return the numbers of the runs with rows whose arrival is above `after` and at most `last`."""
     sql = f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?"  # noqa: S608 - our own words
     return {run for (run,) in reader.database.rows(sql, (after, last))}
 
 
 def count_newest_rows(reader: Reader, table: str, after: int, base: int) -> list[tuple[int, int, int]]:
-    """Return for each run its number, how many rows it has with arrivals above `base`, and how many above `after`."""
+    """Return for each run its number, its number of rows with arrivals above `base`, and of those above `after`."""
     return reader.database.rows(
         f"SELECT run, COUNT(*), COUNT(CASE WHEN arrival > ? THEN 1 END) FROM {table} WHERE arrival > ? GROUP BY run",  # noqa: S608 - our own words
         (after, base),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what earlier runs of the same model measured, to compare a new one with."""
+"""Reads the measurements of earlier runs of the same model, to compare a new run with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedvitals.records import Run, is_client
 from fedvitals.store.read.metrics import values_of_everybody
 from fedvitals.store.read.reader import Reader
 
-LEVEL_ROUNDS = 200  # of a run, at most: an event carries them
+LEVEL_ROUNDS = 200  # of a run, at most, since an event carries them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class EarlierRun:
 
 
 def earlier_runs(reader: Reader, run: Run, metric: str, most: int) -> list[EarlierRun]:
-    """Return the newest runs that began before this one, have its layers by name and shape, and measured the metric."""
+    """Return the newest runs that began before this one, have the same layers and shapes, and measured the metric."""
     table = next((table.digest for table in run.tables if table.rows == "parameter"), None)
     if table is None:
         return []

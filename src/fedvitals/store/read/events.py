@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads events of a run by what `queries.events` does not ask for: by node, failures, the newest of each node."""
+"""Reads events of a run in ways that `queries.events` does not cover: by node, failures, the newest of each node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def failures(reader: Reader, run: str, round_index: int | None = None) -> list[t
 
 
 def newest_event_arrival(reader: Reader, name: str) -> tuple[int | None, bool]:
-    """Return the arrival of the store's newest event, and whether the store knows events of that name at all."""
+    """Return the arrival of the store's newest event, and whether the store has ever used that event name."""
     ((arrival, symbol),) = reader.database.rows(
         "SELECT MAX(arrival), (SELECT id FROM symbol WHERE text = ?) FROM event", (name,)
     )
@@ -43,7 +43,7 @@ def newest_event_arrival(reader: Reader, name: str) -> tuple[int | None, bool]:
 
 
 def newest_event_of_each_node(reader: Reader, run: str, name: str) -> list[Event]:
-    """Return of each node that has events of that name the one that arrived last."""
+    """Return, for each node with events of that name, the event that arrived last."""
     events = reader.database.rows(
         f"{rows.select(Event)} WHERE arrival IN (SELECT MAX(arrival) FROM event WHERE run = ? AND name = ? "  # noqa: S608 - our own words
         "AND node IS NOT NULL GROUP BY node)",
@@ -53,7 +53,7 @@ def newest_event_of_each_node(reader: Reader, run: str, name: str) -> list[Event
 
 
 def rounds_of_events(reader: Reader, run: str, name: str) -> dict[str, tuple[int, int]]:
-    """Return of each node the first and the last round with an event of that name."""
+    """Return, for each node, the first and the last round with an event of that name."""
     rounds = reader.database.rows(
         "SELECT node.text, MIN(e.round), MAX(e.round) FROM event AS e JOIN symbol AS node ON node.id = e.node "
         "WHERE e.run = ? AND e.name = ? AND e.round IS NOT NULL GROUP BY node.text",

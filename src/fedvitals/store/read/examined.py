@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what detectors looked at while a run trained, and who trained where they do not look."""
+"""Reads what the detectors examined while a run trained, and which clients trained outside of rounds."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fedvitals.records import is_client, natural
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 
-MOST = 100  # names of clients outside of rounds
+MOST = 100  # clients outside of rounds that are named
 
 
 @dataclass(frozen=True, slots=True)
 class ExaminationRecords:
-    """What the store has about the examination of a run."""
+    """The store's records about the examination of a run."""
 
     sums: Mapping[str, tuple[float, int, int]]  # metric of rounds → its sum, its first and its last round
-    newest: Sequence[float]  # of the one metric, in the newest rounds
-    outside: Sequence[str]  # clients that trained outside of any round, of very many the first
+    newest: Sequence[float]  # values of the one metric, in the newest rounds
+    outside: Sequence[str]  # clients that trained outside of any round; only the first of many
     lost: Sequence[tuple[str, str, float]]  # `monitor.lost` and `monitor.thinned`: name, source, the largest value
 
 

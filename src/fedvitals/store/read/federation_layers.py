@@ -19,9 +19,9 @@ from fedvitals.store.read.layers import layer_names
 from fedvitals.store.read.nodes import padded, placeholders
 from fedvitals.store.read.reader import Reader
 
-MOST = 64_000_000  # bytes of clients' numbers that are used where the whole itself was not told
-READ = 16_000_000  # bytes that one statement brings
-BLOCKS = 500  # that one statement names
+MOST = 64_000_000  # bytes of clients' numbers that are used where the whole itself was not reported
+READ = 16_000_000  # bytes per statement
+BLOCKS = 500  # blocks named in one statement
 ATTEMPTS = 5
 
 Layers = tuple[list[int], tuple[str, ...], Array]
@@ -34,25 +34,25 @@ class _Block:
     layers: int
     count: int
     entries: Entries
-    places: npt.NDArray[np.intp]  # of the entries that are wanted
+    places: npt.NDArray[np.intp]  # of the wanted entries
 
 
 class _ChangedError(Exception):
-    """Blocks were put together while they were read."""
+    """Blocks were merged while they were read."""
 
 
 def whole_layers(reader: Reader, run: str, family: str) -> Layers:
     """Return rounds, layers, and each round's newest matrix [rounds, layers, columns] of the whole federation.
 
-    Where nobody told the whole (a family of ratios, a cohort too small for its sum), it is put together from the
-    nodes': sums by adding up, ratios by the median. Of many clients and rounds that is done for some rounds only.
+    If the whole was not reported (a family of ratios, a cohort too small for its sum), it is computed from the nodes'
+    matrices: sums are added, ratios become their median. With many clients and rounds, only for some rounds.
     """
     number, kind = reader.names.number(run), reader.names.number(family)
     if number is None or kind is None:
         return _nothing(family)
     for _ in range(ATTEMPTS):
         with contextlib.suppress(_ChangedError):
-            # Where it is not known (NULL: an older store), the whole is among the nodes.
+            # If it is unknown (NULL: an older store), the whole is among the nodes.
             blocks = _blocks(reader, (number, kind), (1, None), _about_whole)
             if blocks:
                 return _newest(reader, family, blocks)
@@ -65,7 +65,7 @@ def _nothing(family: str) -> Layers:
 
 
 def _about_whole(entries: Entries) -> npt.NDArray[np.intp]:
-    """Which entries are about the whole federation in a round: not about one edge or one step of it."""
+    """Return which entries are about the whole federation in a round: not about one edge or a single step."""
     placed = (entries.rounds != NONE) & (entries.steps == NONE)
     return np.flatnonzero((entries.nodes == 0) & (entries.groups == 0) & placed)
 
@@ -80,7 +80,7 @@ def _blocks(
     whole: Sequence[int | None],
     choose: Callable[[Entries], npt.NDArray[np.intp]],
 ) -> list[_Block]:
-    """The blocks that have something that is wanted, in order of arrival; all with the layers of the last."""
+    """Return the blocks with wanted entries, in order of arrival; all with the layers of the last."""
     rows = []
     for value in whole:
         condition = "IS NULL" if value is None else f"= {value:d}"
@@ -99,16 +99,16 @@ def _blocks(
 
 
 def _newest(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
-    """Of each round the newest entry: measured later or, at the same time, arrived later."""
+    """Return each round's newest entry: measured later or, at the same time, arrived later."""
     rounds = np.concatenate([block.entries.rounds[block.places] for block in blocks])
     at = np.concatenate([block.entries.at[block.places] for block in blocks])
     order = np.lexsort((np.arange(len(at)), at, rounds))
     newest = order[np.append(rounds[order][1:] != rounds[order][:-1], True)]
-    rows = np.full(len(rounds), -1)  # where each entry goes, if it is one of the newest
+    rows = np.full(len(rounds), -1)  # the row of each entry that is one of the newest
     rows[newest] = np.arange(len(newest))
     layers = np.empty((len(newest), blocks[-1].layers, len(FAMILIES[family].columns)))
     begin = 0
-    # Block by block: all of them at once would take three times what comes out, which grows with the run.
+    # Block by block: all at once would take three times the memory of the result, which grows with the run.
     for block, numbers in zip(blocks, _numbers(reader, family, blocks), strict=True):
         own = rows[begin : begin + len(block.places)]
         begin += len(own)
@@ -126,7 +126,7 @@ def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Iterator[
             arrivals,
         )
         by_block = groupby(rows, itemgetter(0))
-        for block in some:  # in order of arrival, too
+        for block in some:  # also in order of arrival
             arrival, same = next(by_block, (None, ()))
             mine = [row[1] for row in same] if arrival == block.arrival else []
             if sum(layers_in(family, blob, block.count) for blob in mine) != block.layers:
@@ -135,7 +135,7 @@ def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Iterator[
 
 
 def _portions(family: str, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
-    """The blocks in turns of a bounded size."""
+    """Yield the blocks in portions of a bounded size."""
     some: list[_Block] = []
     size = 0
     for block in blocks:
@@ -149,12 +149,12 @@ def _portions(family: str, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
 
 
 def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
-    """The whole put together from what the nodes told, of as many rounds as can be read in reasonable time."""
+    """Compute the whole from the nodes' matrices, for as many rounds as can be read in a reasonable time."""
     if not blocks:
         return _nothing(family)
     rounds = np.unique(np.concatenate([block.entries.rounds[block.places] for block in blocks]))
     weight = sum(len(block.places) for block in blocks) * blocks[0].layers * len(FAMILIES[family].columns) * 4
-    kept = rounds[::-1][:: max(1, -(-weight // MOST))][::-1]  # evenly spread, with the newest
+    kept = rounds[::-1][:: max(1, -(-weight // MOST))][::-1]  # evenly spaced, including the newest
     thinned = []
     for block in blocks:
         places = block.places[np.isin(block.entries.rounds[block.places], kept)]
@@ -167,7 +167,7 @@ def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers
 
 
 def _joined(family: str, stacked: Array) -> Array:
-    """Nodes' matrices [nodes, layers, columns] as one."""
+    """Combine nodes' matrices [nodes, layers, columns] into one."""
     rule = FAMILIES[family].merge
     if rule is not None:
         return rule(stacked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers what was measured of a run from SQL, with the same answers as `MemoryStore.history`."""
+"""Answers questions about a run's measurements from SQL, with the same answers as `MemoryStore.history`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedvitals.store.symbols import Names
 
 
 def check_statistic(family: str, statistic: str) -> None:
-    """Raise ConfigError, with the statistics that exist, if the family has no such statistic."""
+    """Raise ConfigError, naming the existing statistics, if the family has no such statistic."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family", family, FAMILIES))
     if statistic not in statistics_of(family):
@@ -45,7 +45,7 @@ def _value(value: float | None) -> float:
 class SqlHistory:
     """A `protocols.History` of one run.
 
-    Every answer is one statement, hence of one moment, also while a training writes.
+    Every answer is one statement and therefore consistent, even while a training writes.
     """
 
     def __init__(self, database: Database, run: str, names: Names) -> None:
@@ -57,7 +57,7 @@ class SqlHistory:
         self._chunks: dict[str, tuple[int, Numbers]] = {}  # the compacted block that was read last, by family
 
     def _ask(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Rows of a statement whose first value is this run; none as long as the store does not know the run."""
+        """Return the rows of a statement whose first value is this run; none while the store does not know the run."""
         return list(self._each(sql, *values))
 
     def _each(self, sql: str, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -67,7 +67,7 @@ class SqlHistory:
             yield from self._database.each_row(sql, (self._number, *values))
 
     def rounds(self) -> list[int]:
-        # One by one: of a long run, the rows would take more memory than the rounds.
+        # Row by row: for a long run, all rows would take more memory than the rounds.
         return [
             round_index for (round_index,) in self._each("SELECT round FROM run_round WHERE run = ? ORDER BY round")
         ]
@@ -97,7 +97,7 @@ class SqlHistory:
         return {node: newest[node] for node in sorted(newest, key=natural)}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
-        # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+        # Without a node, only values of the whole federation, not those of one edge or cluster.
         whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
         values = self._ask(
             # A seek for each round; without `run_round` it would be a walk over all nodes.
@@ -140,7 +140,9 @@ class SqlHistory:
         return over_nodes(family, statistics, self.layers(family), slices, self._names.texts)
 
     def _blocks(self, family: str, round_: int) -> Iterator[tuple[int, int, bytes, bytes, Numbers]]:
-        """The blocks that may hold something of a round, in order of arrival: table, entries, where, numbers."""
+        """Yield the blocks that may contain a round, in order of arrival: table, entries, coordinates, details,
+        numbers.
+        """
         known, kept = self._chunks.get(family, (-1, None))
         matrices = self._ask(
             "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, b.details, m.numbers FROM ("
@@ -160,12 +162,12 @@ class SqlHistory:
                 yield table, count, coordinates, details, kept
             elif blob is not None:
                 numbers = np.concatenate([numbers_of(family, row[6], count) for row in parts])
-                if layer >= 0:  # compacted: many rounds, of which the next is asked for soon, and it does not change
+                if layer >= 0:  # compacted: many rounds, whose next one is asked for soon, and it does not change
                     self._chunks[family] = arrival, numbers
                 yield table, count, coordinates, details, numbers
 
     def _layers_of(self, table: int) -> tuple[str, ...]:
-        """The names in a layer table, which never change; none as long as it has not come."""
+        """Return the names in a layer table, which never change; none if the table has not arrived."""
         if table not in self._tables:
             names = self._database.rows(
                 "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? "

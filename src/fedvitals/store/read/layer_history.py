@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads one family's layer statistics over the rounds, of the federation or of one node: [rounds × layers × columns].
 
-Blocks hold all clients of some rounds. Of a run whose blocks are too many to read while a person waits, every so many
-are, the first and the last always; whoever asks is told how many rounds there were.
+Blocks hold all clients of some rounds. If a run has too many blocks to read interactively, only every n-th is read,
+always including the first and the last; the result contains the total number of rounds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LayerHistory:
 
     family: str
     layers: tuple[str, ...]
-    rounds: tuple[int, ...]  # ascending; those that were read
+    rounds: tuple[int, ...]  # ascending; only those that were read
     matrix: Array  # [rounds, layers, columns]
-    total: int  # rounds from the first to the last block, read or not: an upper bound where some were left out
+    total: int  # rounds from the first to the last block, read or not; an upper bound if some were skipped
     thinned: bool
 
 
@@ -43,7 +43,7 @@ def layer_history(
 ) -> LayerHistory:
     """Read the newest matrix of each round, without those of single steps, for the layers of the newest table.
 
-    Of the federation as a whole as `whole_layers` has it: where nobody told it, put together from the nodes'.
+    The federation as a whole is read as by `whole_layers`: if it was not reported, it is computed from the nodes.
     """
     if node is None:
         return _of_the_whole(reader, run, family)
@@ -79,7 +79,7 @@ def _of_the_whole(reader: Reader, run: str, family: str) -> LayerHistory:
         "AND family = (SELECT id FROM symbol WHERE text = ?) AND first_round IS NOT NULL ORDER BY first_round",
         (reader.names.number(run) or 0, family),
     )
-    # What was told of the whole is all read; only what must be put together may be too much.
+    # What was reported of the whole is read completely; only what must be computed from nodes may be too much.
     put_together = bool(blocks) and not any(whole for *_, whole in blocks)
     total = _covered([(first, last) for first, last, _ in blocks]) if put_together else 0
     total = max(total, len(rounds))
@@ -87,7 +87,7 @@ def _of_the_whole(reader: Reader, run: str, family: str) -> LayerHistory:
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
-    """How many rounds lie in any of these spans, which are in order of their beginnings."""
+    """Return how many rounds are in at least one of these spans, which are ordered by their first round."""
     total, until = 0, spans[0][0] - 1
     for first, last in spans:
         total += max(0, last - max(first - 1, until))
@@ -96,7 +96,7 @@ def _covered(spans: list[tuple[int, int]]) -> int:
 
 
 def _thinned(blocks: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
-    """Whole rounds, evenly spread, that together hold no more numbers than that; the first and the last stay."""
+    """Return whole rounds, evenly spaced, with at most `most` numbers in total; the first and the last are included."""
     by_round = [list(same) for _, same in groupby(blocks, key=itemgetter(3))]
     size = sum(block[2] for block in blocks)
     step = max(1, math.ceil(size / max(1, most)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads blocks of layer statistics: which there are, which layers they are about, and their packed numbers."""
+"""Reads blocks of layer statistics: which blocks exist, which layers they describe, and their packed numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer_names(reader: Reader, table: int | None) -> tuple[str, ...]:
 
 
 def blocks_newest_first(reader: Reader, run: str, family: str) -> list[BlockHead]:
-    """Return the blocks of a family whose rounds are known, those with the newest rounds first."""
+    """Return the blocks of a family whose rounds are known, newest rounds first."""
     blocks = reader.database.rows(
         "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
         "AND family = ? AND first_round IS NOT NULL ORDER BY last_round DESC, arrival DESC",
@@ -38,7 +38,7 @@ def blocks_newest_first(reader: Reader, run: str, family: str) -> list[BlockHead
 def read_block(reader: Reader, arrival: int) -> tuple[int, bytes, bytes, list[bytes]] | None:
     """Return the number of entries of a block, its coordinates, its details, and its numbers layer by layer.
 
-    None if there is no such block any more: it was merged with others.
+    Returns None if the block no longer exists because it was merged with others.
     """
     blocks = reader.database.rows("SELECT entries, coordinates, details FROM layer_block WHERE arrival = ?", (arrival,))
     numbers = reader.database.rows("SELECT numbers FROM layer_matrix WHERE block = ? ORDER BY layer", (arrival,))

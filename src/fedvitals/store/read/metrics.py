@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads values of metrics: of one round, of one node, of everybody; several metrics in one statement where it helps.
+"""Reads values of metrics: of one round, of one node, of all nodes; several metrics in one statement where it helps.
 
-Arguments `run` and `name` are texts where nothing else is said. A NULL in the store is a NaN that was measured; what
+The arguments `run` and `name` are texts unless stated otherwise. A NULL in the store is a NaN that was measured; what
 was not measured has no row.
 """
 
@@ -23,7 +23,7 @@ from fedvitals.store import rows
 from fedvitals.store.read.nodes import padded, placeholders
 from fedvitals.store.read.reader import Reader
 
-# The names that a run has metrics of, by one seek each: DISTINCT would walk over every value of the run.
+# The names of a run's metrics, by one seek each: DISTINCT would walk over every value of the run.
 NAMES_OF_RUN = (
     "WITH RECURSIVE names(name) AS (SELECT MIN(name) FROM metric WHERE run = ? UNION ALL "
     "SELECT (SELECT MIN(m.name) FROM metric AS m WHERE m.run = ? AND m.name > names.name) "
@@ -31,7 +31,7 @@ NAMES_OF_RUN = (
 )
 _OF_NODE = "m.round IS NOT NULL AND m.node IS NOT NULL AND m.layer IS NULL"  # about a node as a whole in a round
 _WALK = f"FROM metric AS m WHERE m.run = ? AND m.name = ? AND {_OF_NODE} AND m.arrival <= ?"
-# The plus keeps the planner from the index on runs.
+# The plus keeps the planner from using the index on runs.
 _NEWS = f"FROM metric AS m WHERE m.arrival > ? AND m.arrival <= ? AND +m.run = ? AND {_OF_NODE}"
 
 ValuesByRound = dict[int, float]
@@ -52,14 +52,14 @@ def _measured(number: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNames:
-    """Names of metrics that a run has values of, sorted."""
+    """The sorted names of the metrics that a run has values of."""
 
     names: list[str]
-    of_clients: list[str]  # those of which clients have values
+    of_clients: list[str]  # those with values of clients
 
 
 def measured_names(reader: Reader, run: str, nodes: Mapping[int, str]) -> MeasuredNames:
-    """Return the metrics of a run, and which of them its clients tell.
+    """Return the metrics of a run, and which of them its clients report.
 
     `nodes`: the run's nodes by number, see `nodes.nodes_by_number`.
     """
@@ -67,7 +67,7 @@ def measured_names(reader: Reader, run: str, nodes: Mapping[int, str]) -> Measur
     others = [place for place, name in nodes.items() if not is_client(name)]
     condition = f"AND m.node NOT IN ({placeholders(others)}) " if others else ""
     metrics = reader.database.rows(
-        # Nodes stand together in the index, so that the first client is found after as few rows as there are servers.
+        # Nodes are adjacent in the index, so that the first client is found after as few rows as there are servers.
         NAMES_OF_RUN + "SELECT s.id, s.text, EXISTS (SELECT 1 FROM metric AS m WHERE m.run = ? "  # noqa: S608 - placeholders
         f"AND m.name = names.name AND {_OF_NODE} {condition}) FROM names JOIN symbol AS s ON s.id = names.name",
         (number, number, number, *others),
@@ -86,7 +86,7 @@ def has_metric(reader: Reader, run: str, name: str) -> bool:
 def count_nodes_that_told(
     reader: Reader, run: str, names: Collection[str], rounds: Collection[int]
 ) -> dict[str, list[int]]:
-    """Count for each metric the values that nodes told in each of these rounds, in the order of the rounds."""
+    """Count for each metric the values that nodes reported in each of these rounds, in the order of the rounds."""
     counts: dict[tuple[str, int], int] = {}
     if names and rounds:
         counted = reader.database.rows(
@@ -100,7 +100,7 @@ def count_nodes_that_told(
 
 
 def count_client_rounds(reader: Reader, run: str, names: Collection[str]) -> dict[str, int]:
-    """Count for each metric in how many client-rounds it was measured: its values of nodes, of whole rounds."""
+    """Count, for each metric, in how many client-rounds it was measured: values of nodes for whole rounds."""
     counted = reader.database.rows(
         "SELECT s.text, COUNT(*) FROM symbol AS s CROSS JOIN metric AS m WHERE "  # noqa: S608 - placeholders
         f"s.text IN ({placeholders(names)}) AND m.run = ? AND m.name = s.id AND m.node IS NOT NULL "
@@ -114,7 +114,7 @@ def count_client_rounds(reader: Reader, run: str, names: Collection[str]) -> dic
 
 
 def values_in_round(reader: Reader, run: str, name: str, round_index: int) -> list[tuple[int, float]]:
-    """Return the numbers of the nodes that told a metric in one round and what each told, the newest last."""
+    """Return the nodes that reported a metric in one round, by number, with their values, the newest last."""
     values = reader.database.rows(
         "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
         "AND layer IS NULL ORDER BY at, arrival",
@@ -124,7 +124,7 @@ def values_in_round(reader: Reader, run: str, name: str, round_index: int) -> li
 
 
 def values_of_nodes(reader: Reader, run: str, name: str, round_index: int, nodes: Collection[int]) -> dict[int, float]:
-    """Return what these nodes, given by number, told of a metric in one round; unlike `values_in_round` unsorted."""
+    """Return the values reported by these nodes (by number) in one round; unlike `values_in_round`, unsorted."""
     values = reader.database.rows(
         "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
         "AND layer IS NULL",
@@ -136,7 +136,7 @@ def values_of_nodes(reader: Reader, run: str, name: str, round_index: int, nodes
 def values_in_rounds(
     reader: Reader, run: str, names: Collection[str], rounds: Collection[int]
 ) -> dict[tuple[str, int], dict[Node, float]]:
-    """Return by metric and round what each node told last, of several metrics and rounds in one statement."""
+    """Return by metric and round each node's newest value, for several metrics and rounds in one statement."""
     values: dict[tuple[str, int], dict[Node, float]] = {}
     if not names or not rounds:
         return values
@@ -152,7 +152,7 @@ def values_in_rounds(
 
 
 def newest_values_of_clients(reader: Reader, run: str, names: Collection[str]) -> dict[str, list[float]]:
-    """Return for each metric what the clients told in the last round that has any value of it."""
+    """Return, for each metric, the clients' values in the last round that has any value of it."""
     number = reader.names.number(run) or 0
     values = reader.database.rows(
         "SELECT name.text, node.text, m.value FROM symbol AS name CROSS JOIN metric AS m "  # noqa: S608 - placeholders
@@ -172,8 +172,8 @@ def newest_outcomes(
 ) -> dict[str, float | None]:
     """Return for each metric the newest value of the federation, else of its server, else the clients' median.
 
-    The one answer to «how good is it now»: NaN where that round has no value that is finite, None where nothing was
-    told. `series`: what the federation and its server told, if that is known already.
+    The single definition of the current outcome: NaN if that round has no finite value, None if nothing was reported.
+    `series`: the values of the federation and its server, if they are already known.
     """
     known = series_of(reader, run, names, (None, "server")) if series is None else series
     newest: dict[str, float | None] = {}
@@ -188,7 +188,7 @@ def newest_outcomes(
 
 
 def value_of_federation(reader: Reader, run: str, name: str, round_index: int) -> float | None:
-    """Return what was told last of the federation as a whole in one round; None for nothing, or NaN."""
+    """Return the newest value for the federation as a whole in one round; None if there is none, or for NaN."""
     values = reader.database.rows(
         "SELECT m.value FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round = ? AND m.node IS NULL "
         'AND m."group" IS NULL AND m.layer IS NULL ORDER BY m.at DESC, m.arrival DESC LIMIT 1',
@@ -198,7 +198,7 @@ def value_of_federation(reader: Reader, run: str, name: str, round_index: int) -
 
 
 def newest_round_of(reader: Reader, run: str, name: str) -> int | None:
-    """Return the last round of which a metric was told of the federation as a whole; None if it never was."""
+    """Return the last round in which a metric was reported for the federation as a whole; None if it never was."""
     rounds = reader.database.rows(
         "SELECT m.round FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round IS NOT NULL AND m.node IS NULL "
         "ORDER BY m.round DESC LIMIT 1",
@@ -211,10 +211,10 @@ def newest_round_of(reader: Reader, run: str, name: str) -> int | None:
 
 
 def newest_of_node(reader: Reader, run: str, name: str, node: str) -> tuple[int, float | None] | None:
-    """Return the last round in which a node told a metric, and what; None if it never did."""
+    """Return the last round in which a node reported a metric, and the value; None if it never did."""
     metric = reader.names.number(name)
     values = [] if metric is None else reader.database.rows(
-        # Backwards round by round, each a seek; CROSS JOIN keeps that order.
+        # Backwards round by round, one seek each; CROSS JOIN keeps that order.
         "SELECT r.round, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? AND m.run = r.run "
         "AND m.name = ? AND m.round = r.round AND m.node = ? AND m.layer IS NULL "
         "ORDER BY r.round DESC, m.at DESC LIMIT 1",
@@ -226,7 +226,7 @@ def newest_of_node(reader: Reader, run: str, name: str, node: str) -> tuple[int,
 def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[Node | None]) -> SeriesByNode:
     """Return several metrics of several nodes over the rounds, as `History.series` has each, in one statement.
 
-    What was never told is left out.
+    Metrics that were never reported are omitted.
     """
     arrays = series_arrays(reader, run, names, nodes)
     return {key: (rounds.tolist(), values.tolist()) for key, (rounds, values) in arrays.items()}
@@ -238,14 +238,14 @@ def series_arrays(
     """Return the same as arrays, which take a fifth of the memory: for pages that show a few points of many rounds."""
     wanted = list(dict.fromkeys(nodes))
     others = [node for node in wanted if node is not None]
-    # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+    # Without a node, only values of the whole federation, not those of one edge or cluster.
     places = ['m.node IS NULL AND m."group" IS NULL'] if None in wanted else []
     if others:
         places.append(f"m.node IN (SELECT id FROM symbol WHERE text IN ({placeholders(others)}))")  # noqa: S608 - placeholders
     number = reader.names.number(run) or 0
     statements = [
-        # A seek for each metric and round; without `run_round` it would be a walk over all nodes.
-        # CROSS JOIN, because SQLite keeps its order and would choose the walk if asked.
+        # One seek for each metric and round; without `run_round` it would be a walk over all nodes. CROSS JOIN, because
+        # SQLite keeps its order and would otherwise choose the walk.
         "SELECT name.text, m.node, m.round, m.value, m.at, m.arrival "  # noqa: S608 - placeholders
         "FROM symbol AS name CROSS JOIN run_round AS r CROSS JOIN metric AS m "
         f"WHERE name.text IN ({placeholders(names)}) AND r.run = ? AND m.run = r.run AND m.name = name.id "
@@ -266,7 +266,7 @@ def series_arrays(
 
 
 class _SeriesColumns:
-    """What a node told of a metric, as columns: of a long run, rows would take ten times as much memory."""
+    """A node's values of a metric, as columns: for a long run, rows would take ten times as much memory."""
 
     def __init__(self) -> None:
         self._whole, self._real = array("q"), array("d")
@@ -276,7 +276,7 @@ class _SeriesColumns:
         self._real.extend((_measured(value), -math.inf if at is None else at))
 
     def newest_by_round(self) -> SeriesArrays:
-        """Return the rounds ascending, and the value that was told last in each."""
+        """Return the rounds, ascending, and the newest value of each."""
         rounds, arrivals = np.frombuffer(self._whole, np.int64).reshape(-1, 2).T
         values, at = np.frombuffer(self._real).reshape(-1, 2).T
         order = np.lexsort((arrivals, at, rounds))
@@ -290,7 +290,7 @@ def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None
         "SELECT m.node, m.round, m.value FROM metric AS m "
         "WHERE m.run = (SELECT id FROM symbol WHERE text = ?) AND m.name = (SELECT id FROM symbol WHERE text = ?) "
         "AND m.round IS NOT NULL AND m.layer IS NULL "
-        # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+        # Without a node, only values of the whole federation, not those of one edge or cluster.
         'AND (m.node IS NOT NULL OR m."group" IS NULL) ORDER BY m.round, m.at, m.arrival',
         (run, name),
     )
@@ -313,7 +313,7 @@ def metrics_of_names(reader: Reader, run: str, names: Sequence[str]) -> list[Met
 
 
 def rounds_above_zero(reader: Reader, run: str, name: str, rounds_asked: Collection[int]) -> dict[Node, set[int]]:
-    """Return those of some rounds in which each node told more than zero of a metric: of a count, counted anything."""
+    """Return for each node those of the given rounds in which it reported a value above zero."""
     cells = [
         (node, round_index)
         for round_index in rounds_asked
@@ -332,11 +332,11 @@ def rounds_above_zero(reader: Reader, run: str, name: str, rounds_asked: Collect
 
 
 def newest_metric_arrival(reader: Reader, run: int, known: int) -> int:
-    """Return the arrival up to which the run can be read now without missing anything later."""
+    """Return the arrival up to which the run can be read now without missing rows that appear later."""
     if not reader.database.dialect.shared:
         return int(reader.database.rows("SELECT COALESCE(MAX(arrival), 0) FROM metric")[0][0])
-    # Several may write at once, and numbers of one may be seen before smaller ones of another. Those of one run come
-    # in turns.
+    # Several processes may write at once, and a number of one may become visible before smaller ones of another. Those
+    # of one run become visible in order.
     ((newest,),) = reader.database.rows(
         "SELECT MAX(m.arrival) FROM metric AS m WHERE m.arrival > ? AND +m.run = ?", (known, run)
     )
@@ -344,10 +344,10 @@ def newest_metric_arrival(reader: Reader, run: int, known: int) -> int:
 
 
 def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> Iterator[tuple[Any, ...]]:
-    """Yield a row for each round with the nodes and their values, as `Dialect.gathered` reads them.
+    """Yield a row for each round with the nodes and their values, to be read by `Dialect.gathered`.
 
-    Put together inside the database, half a million values cost half the time, and most of it without Python's lock,
-    so that other requests are answered meanwhile.
+    Combined inside the database, half a million values take half the time, most of it without Python's lock, so that
+    other requests are answered in the meantime.
     """
     gather = reader.database.dialect.gather.format
     return reader.database.each_row(
@@ -358,9 +358,9 @@ def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> Iterat
 def newest_values(
     reader: Reader, run: int, name: int, up_to: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Return rounds and nodes [values × 2] and the values: of each node in each round, the one that was told last.
+    """Return rounds and nodes [values × 2] and the values: each node's newest value in each round.
 
-    Row by row into arrays: a loss of every step is many rows for each value that stays.
+    Row by row into arrays: a loss for every step means many rows for each value that is kept.
     """
     places, values = array("q"), array("d")
     before: tuple[int, int] | None = None
@@ -386,7 +386,7 @@ def newest_in_cell(reader: Reader, run: int, name: int, node: int, round_index: 
 
 
 def values_between(reader: Reader, run: int, names: Sequence[int], after: int, up_to: int) -> list[tuple[Any, ...]]:
-    """Return name, round, node and value of what arrived of these metrics after `after`."""
+    """Return name, round, node and value of what arrived for these metrics after `after`."""
     wanted = padded(names)
     sql = f"SELECT m.name, m.round, m.node, m.value {_NEWS} AND m.name IN ({placeholders(wanted)})"
     return reader.database.rows(sql, (after, up_to, run, *wanted))
@@ -395,7 +395,7 @@ def values_between(reader: Reader, run: int, names: Sequence[int], after: int, u
 def sums_by_round(
     reader: Reader, run: int, name: int, without: Collection[int]
 ) -> list[tuple[int, float | None, int, int]]:
-    """Add up a metric by round over all nodes but `without`: round, sum, number of values, number of nodes."""
+    """Sum a metric by round over all nodes but `without`: round, sum, number of values, number of nodes."""
     among = placeholders(without) or "-1"
     return reader.database.rows(
         "SELECT m.round, SUM(m.value), COUNT(*), COUNT(DISTINCT m.node) FROM metric AS m "  # noqa: S608 - our own words

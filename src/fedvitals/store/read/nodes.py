@@ -55,14 +55,14 @@ def count_trained_clients(reader: Reader, run: str) -> int:
 
 
 def rounds_attended(reader: Reader, run: str, nodes: Collection[str]) -> dict[Node | None, list[int]]:
-    """Return the rounds, ascending, in which each of these nodes told its steps or sent an update.
+    """Return the rounds, ascending, in which each of these nodes reported its steps or sent an update.
 
-    A node that never did is left out. Of few nodes: each costs one seek a round.
+    A node that never did is omitted. For few nodes only: each costs one seek per round.
     """
     attended: dict[Node | None, list[int]] = {}
     for part in portions(sorted(nodes)):
         rows = reader.database.each_row(
-            # CROSS JOIN, because SQLite keeps its order: a seek for each node and round.
+            # CROSS JOIN, because SQLite keeps its order: one seek for each node and round.
             "SELECT s.text, r.round FROM symbol AS s CROSS JOIN run_round AS r WHERE "  # noqa: S608 - placeholders
             f"s.text IN ({placeholders(part)}) AND r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
             "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
@@ -75,20 +75,20 @@ def rounds_attended(reader: Reader, run: str, nodes: Collection[str]) -> dict[No
 
 
 def placeholders(parameters: Collection[object]) -> str:
-    """Return one placeholder for each parameter, as a list in SQL has them."""
+    """Return one placeholder for each parameter, separated by commas as in an SQL list."""
     return ", ".join("?" * len(parameters))
 
 
 def padded(parameters: Sequence[T]) -> list[T]:
-    """Return parameters of an IN, the last repeated until their number is a power of two.
+    """Return parameters of an IN, the last one repeated until their number is a power of two.
 
-    A connection keeps the statements that it has prepared, by their text. Lists that grow with a run would make it a
-    new text, and another statement that is kept, each time.
+    A connection caches prepared statements by their text. A list that grows with a run would create a new text, and
+    another cached statement, each time.
     """
     size = 1 << max(0, len(parameters) - 1).bit_length()
     return [*parameters, *list(parameters[-1:]) * (size - len(parameters))]
 
 
 def portions(names: Sequence[str], size: int = 500) -> list[Sequence[str]]:
-    """Split a list into parts that one statement takes as parameters."""
+    """Split a list into parts small enough for the parameters of one statement."""
     return [names[start : start + size] for start in range(0, len(names), size)]

@@ -25,16 +25,16 @@ R = TypeVar("R", bound=Record)
 PAGE = 5000  # rows
 BLOCKS = 16  # of layer statistics
 
-# What a sink is given of a stored run; sketches and truths are for the detectors and the trials.
+# What a sink receives from a stored run; sketches and truths are for the detectors and the trials.
 KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Finding, Action, Snapshot)
 
 
 def pages(
     reader: Reader, run: str, table: Table, round_: int | None = None, size: int = PAGE, after: int = -1
 ) -> Iterator[list[rows.Row]]:
-    """Yield the rows of a table's view with all its columns, a page of that size at a time; of one round if given.
+    """Yield the rows of a table's view with all its columns, in pages of `size` rows; of one round if given.
 
-    `after`: the arrival after which they begin.
+    `after`: the arrival after which to start.
     """
     columns = ", ".join(quoted(column.name) for column in table.columns)
     condition = "" if round_ is None else "AND round = ? "
@@ -52,7 +52,7 @@ def pages(
 
 
 def records_in_order(reader: Reader, run: str, round_: int | None = None) -> Iterator[Record]:
-    """Yield the run, then its records of all KINDS, round by round as far as they arrived so."""
+    """Yield the run, then its records of all KINDS, round by round as far as they arrived in that order."""
     yield get_run(reader, run)
     streams = [records_of_kind(reader, run, kind, round_) for kind in KINDS]
     yield from heapq.merge(*streams, key=_round_of)
@@ -79,7 +79,7 @@ def record_pages(
 ) -> Iterator[tuple[int, list[R]]]:
     """Yield the records of one type (but Run and LayerStats) that arrived after `after`, `page` at a time.
 
-    Before each page, the arrival of its last record.
+    Each page is preceded by the arrival of its last record.
     """
     for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], size=page, after=after):
         yield fetched[-1][0], rows.from_rows(kind, [row[1:] for row in fetched])
@@ -90,7 +90,7 @@ def layer_pages(
 ) -> Iterator[list[LayerStats]]:
     """Yield layer statistics, some blocks at a time; of one round and of some families if given.
 
-    Blocks of a run that is being written are put together anew meanwhile: of such a run, all are read at once.
+    The blocks of a run that is being written may be merged during the reading, so such a run is read all at once.
     """
     if get_run(reader, run).finished is None:
         yield [
@@ -136,9 +136,9 @@ def layer_pages(
 def page_of_table(
     reader: Reader, table: Table, wanted: Mapping[str, Any], after: int, limit: int
 ) -> tuple[tuple[str, ...], list[rows.Row]]:
-    """Return the columns of a table of records but `run`, and the first rows that arrived after `after`.
+    """Return the columns of a table of records except `run`, and the first rows that arrived after `after`.
 
-    `wanted`: texts, or a round, that these columns must have; `run` among them.
+    `wanted`: the texts, or the round, that these columns must have, including `run`.
     """
     columns = tuple(column.name for column in table.columns if column.name != "run")
     conditions, parameters = _conditions(reader, table, wanted)
@@ -151,7 +151,7 @@ def page_of_table(
 
 
 def _conditions(reader: Reader, table: Table, wanted: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """By index where one helps; else, marked by a plus, in order of arrival: no page sorts all records of a run."""
+    """Return conditions that use an index where it helps, else (marked by a plus) the order of arrival."""
     numbers = {key: value if key == "round" else reader.names.number(value) or 0 for key, value in wanted.items()}
     by_index = "name" in wanted or "round" in wanted if table.name == "metric" else "round" in wanted
     conditions, parameters = [f"{'' if by_index else '+'}{key} = ?" for key in numbers], list(numbers.values())

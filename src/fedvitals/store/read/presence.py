@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a training is still there that may write to a run: one that is has not died, however long it is silent.
+"""Detects whether a training that may write to a run is still alive, however long it has been silent.
 
-Both kinds of stores have a lock that the system takes from a process when it ends, so that no number of a process is
-trusted that another may have by now.
+Both kinds of stores have a lock that the system releases when a process ends, so that no process number needs to be
+trusted, which another process may have by now.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedvitals.store.read.runs import advisory_locks, is_newest_open_run
 
 
 def writers(reader: Reader) -> Callable[[str, bool], bool]:
-    """`(run, newest) -> bool`. Of a file, only its one writer is known, who writes the newest run without an end."""
+    """Return `(run, newest) -> bool`. A file has only one known writer, which writes the newest run without an end."""
     if reader.database.dialect is not SQLITE:
         held = advisory_locks(reader)
         return lambda run, _newest: presence(run) in held
@@ -27,6 +27,6 @@ def writers(reader: Reader) -> Callable[[str, bool], bool]:
 
 
 def is_written(reader: Reader, run: str) -> bool:
-    """Whether somebody is there who may write to that run still."""
+    """Whether a process that may write to that run is still alive."""
     is_open, is_newest = is_newest_open_run(reader, run)
     return is_open and writers(reader)(run, is_newest)

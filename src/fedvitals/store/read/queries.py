@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers what several front ends ask of a run: its summary, metrics, layer statistics, events and records."""
+"""Answers what several front ends ask about a run: its summary, metrics, layer statistics, events and records."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fedvitals.store.read.nodes import count_clients, placeholders, rounds_atten
 from fedvitals.store.read.reader import Reader
 
 R = TypeVar("R")
-TELEMETRY_LOST = "telemetry.lost"  # the event by which a monitor tells how many records it lost
+TELEMETRY_LOST = "telemetry.lost"  # the event with which a monitor reports how many records it lost
 RoundTable = dict[Node | None, dict[str, float]]
 """Metrics by node; None is the whole federation. What was not measured has no entry, so a NaN is a measured one."""
 
-# Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+# Without a node, only values of the whole federation, not those of one edge or cluster.
 _WHOLE = 'AND (m.node IS NOT NULL OR m."group" IS NULL) '
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a list of runs shows of one run."""
+    """What a list of runs shows for one run."""
 
     id: str
     name: str
@@ -43,7 +43,7 @@ class RunSummary:
     topology: str | None
     started: float
     finished: float | None
-    seconds: float | None  # so far, when it is not finished
+    seconds: float | None  # so far, if it is not finished
     rounds: int
     clients: int
     accuracy: float | None  # of the global model where it was measured, else the clients' mean
@@ -51,7 +51,7 @@ class RunSummary:
     events: Mapping[str, int]  # by level
     findings: int  # troubles, each counted once
     lost: int
-    thinned: int  # client-rounds whose layer statistics were left out
+    thinned: int  # client-rounds whose layer statistics were omitted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class LayerRound:
 
 
 def _by_name(node: Node | None) -> tuple[Any, ...]:
-    """Sort key: the whole first, then the nodes in natural order."""
+    """Return the sort key: the whole first, then the nodes in natural order."""
     return (False,) if node is None else (True, *natural(node))
 
 
@@ -82,7 +82,7 @@ def list_runs(reader: Reader) -> list[RunSummary]:
 
 
 def summary_of(reader: Reader, run: str) -> RunSummary:
-    """Return the summary of one run; ConfigError when there is none of that id."""
+    """Return the summary of one run; ConfigError if there is none with that id."""
     runs = reader.database.rows(
         "SELECT r.id, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
         "JOIN symbol AS s ON s.id = r.id WHERE s.text = ?",
@@ -99,7 +99,8 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (run,))
     levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
                  "GROUP BY s.text", (run,))  # fmt: skip
-    # A trouble is found again in every round in which it is there: counted once, as `diagnosis.cases` tells them apart.
+    # The same trouble is found again in each round in which it persists: counted once, by the rule of
+    # `diagnosis.cases`.
     ((findings,),) = ask(
         'SELECT COUNT(*) FROM (SELECT DISTINCT issue, node, layer, CASE WHEN node IS NULL THEN "group" END '
         "FROM finding WHERE run = ?) AS troubles",
@@ -128,8 +129,8 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
 
 
-# Of which rows `left_out` wants the names, the sources and the largest values. Those of 0, one a round, are as good as
-# none, and the index tells them: sorting them by source would take memory that grows with the run.
+# The rows for which `left_out` needs the names, the sources and the largest values. Rows of 0, one per round, are as
+# good as none, and the index identifies them: sorting them by source would take memory that grows with the run.
 LOSSES = (
     "FROM metric AS m JOIN symbol AS n ON n.id = m.name JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
     "AND m.node IS NULL AND m.value > 0 "
@@ -143,15 +144,15 @@ def left_out(
     warnings: Sequence[Event] | None = None,
     counted: Sequence[tuple[str, str, float]] | None = None,
 ) -> tuple[int, int]:
-    """Return how many records of a run were lost, and of how many client-rounds layer statistics were left out, as far
-    as its monitors have told.
+    """Return how many records of a run were lost, and for how many client-rounds layer statistics were omitted, as far
+    as its monitors have reported.
 
-    These are the sums of what each process that wrote the run has counted; each counts from 0. A process tells at the
-    end of each round and at its own, where it can: an event may wait beside the store when the store itself could not
-    be written. What a client tells under these names is its own affair.
+    These are the sums of the counts of each process that wrote the run; each counts from 0. A process reports at the
+    end of each round and at its own end, if it can: an event may wait beside the store if the store itself could not be
+    written. What a client reports under these names is not counted.
 
-    `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are no
-    matter. `counted`: what the metrics say by source, if it is known already.
+    `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are ignored.
+    `counted`: the metrics' values by source, if they are known already.
     """
     if counted is None:
         counted = reader.database.rows(
@@ -165,7 +166,7 @@ def left_out(
 
 
 def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:
-    """Return the run's events of the level «warning» and of these names, the oldest first."""
+    """Return the run's events of the level «warning» with these names, the oldest first."""
     events = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ? AND level = 'warning' AND name IN ({placeholders(names)}) "
         "ORDER BY at, arrival",
@@ -175,12 +176,12 @@ def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:
-    """Return the newest value of a metric, of the federation, its server or its median client."""
+    """Return the newest value of a metric for the federation, its server or its median client."""
     return newest_outcomes(reader, run, (metric,))[metric]
 
 
 def find_run(reader: Reader, text: str) -> str:
-    """Return the id of the run that a person means by an id, a name (its newest run), or the beginning of an id."""
+    """Return the id of the run that a user means by an id, a name (its newest run), or the beginning of an id."""
     runs = reader.database.rows(
         "SELECT s.text, r.name, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id ORDER BY r.started DESC"
     )
@@ -213,7 +214,7 @@ def rounds_with_findings(reader: Reader, run: str, issues: Iterable[str]) -> tup
 
 
 def get_run(reader: Reader, run: str) -> Run:
-    """Return the run as it was last written; ConfigError when there is none of that id."""
+    """Return the run as it was last written; ConfigError if there is none with that id."""
     columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")
     runs = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
     if not runs:
@@ -239,7 +240,7 @@ def _number(reader: Reader, run: str) -> int:
 
 
 def metric_names(reader: Reader, run: str) -> list[str]:
-    """Return every metric that the run has a value of, sorted."""
+    """Return every metric that the run has values of, sorted."""
     number = _number(reader, run)
     sql = NAMES_OF_RUN + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
@@ -269,11 +270,11 @@ def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]
 
 
 def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
-    """Return every metric of one node over the rounds, its newest value in each."""
+    """Return every metric of one node over the rounds, with its newest value in each."""
     number = _number(reader, run)
     whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
     values = reader.database.rows(
-        # CROSS JOIN, because SQLite keeps its order: a seek for each metric and round, no walk over all nodes.
+        # CROSS JOIN, because SQLite keeps its order: one seek for each metric and round, no walk over all nodes.
         NAMES_OF_RUN + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
         "JOIN symbol AS name ON name.id = m.name WHERE r.run = ? AND m.run = r.run AND m.name = names.name "
         f"AND m.round = r.round AND {whole if node is None else of_node} AND m.layer IS NULL ORDER BY m.at, m.arrival",
@@ -297,7 +298,7 @@ def layer_matrix(
 
 
 def layer_families(reader: Reader, run: str) -> list[str]:
-    """Return the families that the run has layer statistics of, sorted."""
+    """Return the families of layer statistics that the run has, sorted."""
     sql = "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?"
     return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
 
@@ -358,7 +359,7 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
 def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
     """Return the rounds in which each node (or these) trained or sent an update; under None, all rounds of the run."""
     if nodes is not None:
-        # Of few nodes by one seek a round: all would be a walk of seconds.
+        # For few nodes, one seek per round: reading all would be a walk of seconds.
         named = {node for node in nodes if node is not None}
         return {None: reader.history(run).rounds(), **rounds_attended(reader, run, named)}
     gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
@@ -377,14 +378,14 @@ def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = N
 
 
 def actions_of(reader: Reader, run: str) -> list[Action]:
-    """Return what was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
+    """Return actions suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
     return list(records(reader, find_run(reader, run), Action))
 
 
 def truth_of(reader: Reader, run: str) -> list[Truth]:
     """Return the faults that were planted in a run, by its id, its name, or the beginning of its id. For trials only.
 
-    A detector is given a `History`, which has no such question.
+    A detector is given a `History`, which has no such query.
     """
     return list(records(reader, find_run(reader, run), Truth))
 

@@ -23,20 +23,21 @@ from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.symbols import Names
 
 _MAY = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-_NEVER = ("load_extension", "fts3_tokenizer")  # functions: one runs code of a file, the other tells an address
+_NEVER = ("load_extension", "fts3_tokenizer")  # functions: one loads code from a file, the other reveals an address
 _PRAGMAS = (
     "application_id", "user_version", "data_version", "schema_version",
     "database_list", "index_info", "index_list", "table_info", "table_list", "shrink_memory",
 )  # fmt: skip
-# Pages that a connection holds while it reads. A walk over all rounds of a run takes what it may, so that with SQLite's
-# own 2,000 a server's memory grows with the run it shows; the system has the pages in its cache, and nothing is slower.
-# Of a run of 3,400 rounds, all pages took as long with 100, 200 and 500, and a third longer with 50.
+# The size of a connection's page cache. A walk over all rounds of a run fills it, so that with SQLite's default of
+# 2,000 a server's memory grows with the run it shows; the system caches the pages anyway, and nothing is slower. For a
+# run of 3,400 rounds, all pages took the same time with 100, 200 and 500, and a third longer with 50.
 CACHE_KIBIBYTES = 200
-# Prepared statements that a connection keeps, 5 kB each. A server's readers would each fill Python's own 128 in time,
-# those that are seldom needed after hours; answers take no longer with fewer.
+# Prepared statements that a connection keeps, 5 kB each. A server's readers would each fill Python's default of 128 in
+# time, some of them rarely used; answers take no longer with fewer.
 STATEMENTS = 16
 
-# What makes a store of an older version read like one of this: in the reader's own temporary schema, not in the file.
+# Makes a store of an older version read like one of this version: in the reader's own temporary schema, not in the
+# file.
 _SINCE_3 = (
     "PRAGMA temp_store = MEMORY",
     "CREATE TEMP VIEW sketch AS SELECT *, 1 AS version FROM main.sketch",
@@ -53,7 +54,7 @@ _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
 
 
 def _without_wrong_rounds(version: int) -> Iterator[str]:
-    """Statements after which a reader sees records of a round that is no integer in no round.
+    """Yield statements after which a reader sees records of a round that is no integer as having no round.
 
     Also in its own temporary schema; `fedvitals doctor --mend` changes the file.
     """
@@ -75,13 +76,13 @@ def _integer(column: str) -> str:
 
 
 def _has_wrong_rounds(database: Database) -> bool:
-    """Whether a run has a round that is a text. SQLite puts those after all numbers: one look per run will do."""
+    """Whether a run has a round that is a text. SQLite sorts those after all numbers, so one look per run is enough."""
     last = "SELECT MAX(round) FROM run_round WHERE run_round.run = run.id"
     return bool(database.rows(f"SELECT 1 FROM run WHERE TYPEOF(({last})) = 'text' LIMIT 1"))  # noqa: S608
 
 
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
+    """Allow reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
     if action in _MAY and second not in _NEVER:
         return sqlite3.SQLITE_OK
     if (
@@ -96,7 +97,7 @@ def _authorise(action: int, first: str | None, second: str | None, *_: str | Non
 def _layer(
     family: str, position: int, stored: int, layers: int, count: int, coordinates: bytes, details: bytes, blob: bytes
 ) -> str:
-    """One layer of a block as JSON rows for the view `layer_statistics`; NaN is NULL as everywhere in SQL."""
+    """Return one layer of a block as JSON rows for the view `layer_statistics`; NaN is NULL as everywhere in SQL."""
     if position >= layers or FAMILIES[family].columns is not STATISTICS:
         return "[]"
     entries = entries_of(coordinates, details, count)
@@ -110,12 +111,12 @@ def _layer(
         *(derive(family, matrix, statistic).tolist() for statistic in LAYER_STATISTICS),
     ]
     text = json.dumps(list(zip(*columns, strict=True)))
-    # JSON has neither NaN nor infinity; but a number too large for float64 is read as infinity.
+    # JSON has neither NaN nor infinity, but a number too large for float64 is read as infinity.
     return text.replace("NaN", "null").replace("Infinity", "9e999")
 
 
 class Reader:
-    """An open store to read from; the modules of `store.read` have what can be asked."""
+    """An open store to read from; the modules of `store.read` contain the queries."""
 
     def __init__(self, database: Database, version: int = VERSION) -> None:
         self.database = database
@@ -123,7 +124,7 @@ class Reader:
         self._version = version
 
     def is_outdated(self) -> bool:
-        """Whether this reads a store as one of an older version, and it has been brought up to date since."""
+        """Whether this reads a store as one of an older version, and it has been upgraded since."""
         return self._version != VERSION and self.database.rows("PRAGMA user_version") != [(self._version,)]
 
     def history(self, run: str) -> SqlHistory:
@@ -131,7 +132,7 @@ class Reader:
         return SqlHistory(self.database, run, self.names)
 
     def release_memory(self) -> None:
-        """Let go of the pages that SQLite holds for this connection, up to 0.2 MB; the system may still have them."""
+        """Free the pages that SQLite caches for this connection, up to 0.2 MB; the system may still cache them."""
         if self.database.dialect is SQLITE:
             self.database.execute("PRAGMA shrink_memory")
 
@@ -147,7 +148,7 @@ class Reader:
 
 
 def refuse_damaged(path: Path) -> None:
-    """Raise StoreError if a store's pages are not as they were written."""
+    """Raise StoreError if a store's pages differ from what was written."""
     try:
         if checksums.is_known_sound(path):
             return
@@ -171,9 +172,9 @@ def read_sqlite(path: Path) -> Reader:
         )
     check_file(path)
     refuse_damaged(path)
-    # Beside a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive, a
-    # read-only mount) nobody can write either, and the store may be taken as it lies.
-    # A log of another file that had this name before is not to be read into this one.
+    # Next to a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive,
+    # a read-only mount) nobody can write either, and the store can be read as it is. A log of another file that had
+    # this name before must not be read into this one.
     fixed = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
     fixed = fixed or has_foreign_log(path)
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if fixed else ''}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what the store says of its runs as such: their names, settings, beginning and end."""
+"""Reads the store's information about the runs themselves: their names, settings, beginning and end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedvitals.store.read.reader import Reader
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What a list shows of a run without reading any of its records."""
+    """What a list shows for a run without reading any of its records."""
 
     number: int  # in the store
     id: str
@@ -33,7 +33,7 @@ def count_runs(reader: Reader) -> int:
 
 
 def has_run(reader: Reader, run: str) -> bool:
-    """Whether there is a run of this very id."""
+    """Whether there is a run with exactly this id."""
     return bool(reader.database.rows("SELECT 1 FROM runs WHERE id = ?", (run,)))
 
 
@@ -44,7 +44,7 @@ def newest_run(reader: Reader) -> str | None:
 
 
 def runs_of_name(reader: Reader, name: str) -> list[str]:
-    """Return the ids of the runs that bear a name, the newest first."""
+    """Return the ids of the runs with a name, the newest first."""
     rows = reader.database.rows("SELECT id FROM runs WHERE name = ? ORDER BY started DESC, id DESC", (name,))
     return [identity for (identity,) in rows]
 
@@ -59,9 +59,9 @@ def run_heads(reader: Reader) -> Iterator[RunHead]:
 
 
 def run_settings(reader: Reader, run: str) -> Run | None:
-    """Return a run with its configuration, host and end alone, or None if the store has no such run.
+    """Return a run with only its configuration, host and end, or None if the store has no such run.
 
-    Unlike `queries.get_run` it reads neither layer tables nor versions.
+    Unlike `queries.get_run`, it reads neither layer tables nor versions.
     """
     rows = reader.database.rows("SELECT config, host, finished FROM run WHERE id = ?", (reader.names.number(run) or 0,))
     if not rows:
@@ -72,7 +72,7 @@ def run_settings(reader: Reader, run: str) -> Run | None:
 
 
 def run_name(reader: Reader, run: str) -> str:
-    """Return what the user called the run."""
+    """Return the name that the user gave the run."""
     ((name,),) = reader.database.rows("SELECT name FROM run WHERE id = ?", (reader.names.number(run) or 0,))
     return str(name)
 
@@ -85,9 +85,9 @@ def end_of_run(reader: Reader, run: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpanOfRounds:
-    """How many rounds a run has, from which to which, and the time of the last record that belongs to one.
+    """The number of a run's rounds, the first and the last, and the time of the last record that belongs to a round.
 
-    Before the first round that is the time of the last sign of life.
+    Before the first round, it is the time of the last sign of life.
     """
 
     count: int
@@ -111,7 +111,7 @@ def span_of_rounds(reader: Reader, run: str) -> SpanOfRounds:
 
 
 def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
-    """Return for each run without an end, by its number, the time of the last record as `span_of_rounds`."""
+    """Return for each run without an end, by its number, the time of the last record as in `span_of_rounds`."""
     before_rounds = reader.database.rows(
         "SELECT run, MAX(at) FROM metric WHERE run IN (SELECT id FROM run WHERE finished IS NULL) AND name = ? "
         "AND round IS NULL GROUP BY run",
@@ -124,7 +124,7 @@ def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
 
 
 def is_newest_open_run(reader: Reader, run: str) -> tuple[bool, bool]:
-    """Return whether the run has no end yet, and whether of those that have none it started last."""
+    """Return whether the run has no end yet, and whether it is the newest of the runs without an end."""
     rows = reader.database.rows(
         "SELECT r.finished, COALESCE(r.started, 0) >= (SELECT MAX(COALESCE(o.started, 0)) FROM run AS o "
         "WHERE o.finished IS NULL) FROM run AS r WHERE r.id = ?",
@@ -134,7 +134,7 @@ def is_newest_open_run(reader: Reader, run: str) -> tuple[bool, bool]:
 
 
 def advisory_locks(reader: Reader) -> set[int]:
-    """Return the numbers of the locks that trainings hold on their runs; of a store in PostgreSQL."""
+    """Return the numbers of the locks that trainings hold on their runs; for a store in PostgreSQL."""
     rows = reader.database.rows(
         "SELECT (classid::bigint << 32) | objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1"
     )

@@ -7,7 +7,7 @@ from fedvitals.store.read.reader import Reader
 
 
 def rounds_with_sketches(reader: Reader, run: str, most: int) -> list[int]:
-    """Return the newest rounds, ascending and at most so many, with sketches of the run's newest version."""
+    """Return the newest rounds, ascending and at most `most`, with sketches of the run's newest version."""
     rows = reader.database.rows(
         "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM sketch AS s WHERE s.run = r.run "
         "AND s.round = r.round AND s.version = ?) ORDER BY r.round DESC LIMIT ?",
@@ -17,7 +17,7 @@ def rounds_with_sketches(reader: Reader, run: str, most: int) -> list[int]:
 
 
 def newest_version(reader: Reader, run: str) -> int:
-    """Return the version of the sketches of the run's last round: a run may go on after an upgrade of fedvitals."""
+    """Return the version of the sketches of the run's last round: a run may continue after an upgrade of fedvitals."""
     rows = reader.database.rows(
         "SELECT version FROM sketch WHERE run = ? ORDER BY round DESC, arrival DESC LIMIT 1",
         (reader.names.number(run) or 0,),
@@ -36,7 +36,7 @@ def sketches_of_round(reader: Reader, run: str, round_index: int) -> dict[str, b
 
 
 def sketch_count(reader: Reader, run: str, round_index: int) -> object:
-    """Return what changes when a sketch of that round arrives."""
+    """Return a value that changes when a sketch of that round arrives."""
     return reader.database.rows(
         "SELECT COUNT(*), MAX(arrival) FROM sketch WHERE run = ? AND round = ?",
         (reader.names.number(run) or 0, round_index),

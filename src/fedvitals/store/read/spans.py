@@ -23,7 +23,7 @@ def count_spans(reader: Reader, run: str, round_index: int) -> int:
 
 
 def count_between(reader: Reader, run: str, kind: type[Span | Transfer], first: int | None, last: int | None) -> object:
-    """Return what changes when a span or transfer of the rounds from `first` to `last` arrives."""
+    """Return a value that changes when a span or transfer of the rounds from `first` to `last` arrives."""
     sql = _COUNT.format(rows.TABLE_OF[kind])
     return reader.database.rows(sql, (reader.names.number(run) or 0, first, last))
 
@@ -47,7 +47,7 @@ def spans_of_node(reader: Reader, run: str, node: str, first: int, last: int) ->
 
 
 def groups_of_spans(reader: Reader, run: str, round_index: int) -> list[tuple[str, str]]:
-    """Return the group and the node of each node whose spans of a round name a group."""
+    """Return the group and the node of each node whose spans in a round have a group."""
     return reader.database.rows(
         'SELECT DISTINCT g.text, n.text FROM span AS s JOIN symbol AS g ON g.id = s."group" '
         "JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ?",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads how much of a store one run takes."""
+"""Reads how much of a store one run occupies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def count_rows(reader: Reader, run: str, tables: Iterable[str]) -> dict[str, int
 
 
 def packed_bytes(reader: Reader, run: str) -> int:
-    """Add up the bytes of the run's sketches and layer statistics."""
+    """Return the total bytes of the run's sketches and layer statistics."""
     number = reader.names.number(run) or 0
     return sum(int(reader.database.rows(sql, (number,))[0][0] or 0) for sql in _PACKED)
 

@@ -35,9 +35,9 @@ class PlainTable:
 
 
 def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterator[PlainTable]:
-    """Yield every table of the run, also those that are empty; of one round if given.
+    """Yield every table of the run, including empty ones; of one round if given.
 
-    Families with the nine sums are in `layer_statistics`; each other one has a table of its own, `layer_<family>`.
+    Families with the nine sums are in `layer_statistics`; each other family has its own table, `layer_<family>`.
     """
     for table in TABLES:
         columns = {column.name: PLAIN[column.type] for column in table.columns}
@@ -56,13 +56,13 @@ def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterato
         if family not in summed:
             own = FAMILIES[family].columns
             batches = _unpacked(reader, run, round_, [family], own)
-            # `update.peers` has a column «step» of its own, which is no place.
+            # `update.peers` has its own column «step», which is no coordinate.
             named = [f"{family.rpartition('.')[2]}_{name}" if name in PLACE else name for name in own]
             yield PlainTable(f"layer_{family.replace('.', '_')}", PLACE | dict.fromkeys(named, "real"), batches)
 
 
 def _whole(reader: Reader, run: str, table: Table) -> list[Row]:
-    """A small table at once: it has no order of arrival."""
+    """Return the rows of a small table at once: it has no order of arrival."""
     columns = ", ".join(quoted(column.name) for column in table.columns)
     key = "id" if table.name == "run" else "run"
     return reader.database.rows(f"SELECT {columns} FROM {table.view} WHERE {key} = ?", (run,))  # noqa: S608
@@ -96,5 +96,5 @@ def _rows(stats: LayerStats, names: Sequence[str], statistics: Sequence[str]) ->
 
 
 def _number(value: Any) -> float | None:
-    """NaN is NULL, as everywhere in the store."""
+    """Return NaN as NULL, as everywhere in the store."""
     return None if math.isnan(value) else value

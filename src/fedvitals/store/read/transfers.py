@@ -13,11 +13,11 @@ Message = tuple[str, str, str, float, float, int]
 
 
 def bytes_since(reader: Reader, run: str, kind: str, since: int) -> tuple[int, int, int] | None:
-    """Add up the transfers of a run that arrived after `since`, each message once.
+    """Sum the transfers of a run that arrived after `since`, counting each message once.
 
-    Returns the arrival of the newest, the bytes of all kinds, and those of `kind`; None where nothing arrived.
+    Returns the arrival of the newest, the bytes of all kinds, and those of `kind`; None if nothing arrived.
     """
-    # The plus keeps the planner from the other way: what is new lies at the end, everything under the run.
+    # The plus keeps the planner from using the wrong index: new rows are at the end, all rows are under the run.
     where = "arrival > ? AND +run = ?" if since else "+arrival > ? AND run = ?"
     sizes = "CASE WHEN bytes > 0 THEN bytes ELSE 0 END"
     ((newest, total, of_kind),) = reader.database.rows(
@@ -30,7 +30,7 @@ def bytes_since(reader: Reader, run: str, kind: str, since: int) -> tuple[int, i
 
 
 def flows_by_round(reader: Reader, run: str, kind: str) -> list[tuple[Any, ...]]:
-    """Add up the transfers of a run by round, by whether they are of `kind`, and by whether clients send or receive.
+    """Sum the transfers of a run by round, by whether they are of `kind`, and by whether clients send or receive.
 
     Returns rows of round, is of that kind, sent by a client, received by a client, bytes, bytes before compression,
     number of messages.
@@ -50,7 +50,7 @@ def flows_by_round(reader: Reader, run: str, kind: str) -> list[tuple[Any, ...]]
 
 
 def bytes_by_kind(reader: Reader, run: str, first: int, last: int) -> list[tuple[str, float, float, int]]:
-    """Add up the transfers of the rounds from `first` to `last` by kind.
+    """Sum the transfers of the rounds from `first` to `last` by kind.
 
     Returns rows of kind, bytes, bytes before compression, number of messages.
     """
@@ -62,7 +62,7 @@ def bytes_by_kind(reader: Reader, run: str, first: int, last: int) -> list[tuple
 
 
 def messages_of_round(reader: Reader, run: str, round_index: int) -> list[Message]:
-    """Add up the transfers of one round by sender, receiver and kind."""
+    """Sum the transfers of one round by sender, receiver and kind."""
     return reader.database.rows(
         "SELECT a.text, b.text, k.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t "
         "JOIN symbol AS a ON a.id = t.sender JOIN symbol AS b ON b.id = t.receiver JOIN symbol AS k ON k.id = t.kind "

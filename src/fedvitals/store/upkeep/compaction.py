@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges blocks of older rounds of layer statistics so that one layer can be read without the others.
 
-No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later
-it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read whole.
+No layout is fast both to write and to read: a round arrives as one row for all layers, and some rounds later it is
+merged with its neighbours into one row per layer. The newest rounds stay as they arrived, since they are read whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedvitals.store.packing import (
     numbers_of,
 )
 
-NEWEST_ROUNDS = 10  # stay as they came
+NEWEST_ROUNDS = 10  # stay as they arrived
 CHUNK_ROUNDS = 64  # older ones are merged when there are this many
 CHUNK_BYTES = 8_000_000  # or this much, which bounds the memory that merging takes
 CHUNK_BLOCKS = 5000  # or this many, which bounds the parameters of one statement
@@ -34,26 +34,26 @@ CHUNK_BLOCKS = 5000  # or this many, which bounds the parameters of one statemen
 
 @dataclass(slots=True)
 class Pending:
-    """Blocks of one run, family and list of layers that are as they came: arrival, round and size."""
+    """Unmerged blocks of one run, family and list of layers: arrival, round and size."""
 
     blocks: list[tuple[int, int | None, int]] = field(default_factory=list)
     newest: int | None = None
     unchecked: int = 0
-    bytes: int = 0  # of all blocks
+    bytes: int = 0  # total of all blocks
 
     def add(self, arrival: int, round_index: int | None, size: int) -> bool:
-        """Whether it is time to look for old ones."""
+        """Add a block. Returns whether it is time to look for old ones."""
         self.blocks.append((arrival, round_index, size))
         self.bytes += size
         self.unchecked += 1
         advanced = round_index is not None and (self.newest is None or round_index > self.newest)
         if advanced:
             self.newest = round_index
-        # With a block for each client, a look at every block would cost more than writing it.
+        # With one block per client, checking after every block would cost more than writing it.
         return advanced or self.unchecked >= 256
 
     def take(self) -> list[int]:
-        """The blocks to merge now, oldest first; [] when it is too early."""
+        """Return the blocks to merge now, oldest first; [] if it is too early."""
         self.unchecked = 0
         if len(self.blocks) < CHUNK_ROUNDS and self.bytes < CHUNK_BYTES:
             return []
@@ -79,8 +79,8 @@ class Pending:
 
 
 def load_pending(database: Database, key: Sequence[int]) -> Pending:
-    """What an earlier writer left to do; the key is run, family, layer table, number of layers, and whether it is about
-    the whole. Blocks of which that is not known are merged with those about nodes.
+    """Return the work that an earlier writer left; the key is run, family, layer table, number of layers, and whether
+    it is about the whole. Blocks for which that is unknown are merged with those about nodes.
     """
     pending = Pending()
     blocks = database.rows(
@@ -96,13 +96,13 @@ def load_pending(database: Database, key: Sequence[int]) -> Pending:
 
 
 def rounds_of(entries: Entries) -> tuple[int | None, int | None]:
-    """Smallest and largest round; None when an entry has none."""
+    """Return the smallest and the largest round; None for both if an entry has no round."""
     low, high = int(entries.rounds.min()), int(entries.rounds.max())
     return (None, None) if low == NONE else (low, high)
 
 
 def insert_block(database: Database, head: Sequence[int | None], entries: Entries) -> None:
-    """The block's row; `head` has its columns up to the rounds."""
+    """Insert the block's row; `head` has its columns up to the rounds."""
     about_whole = entries.nodes == 0
     whole = int(about_whole[0]) if (about_whole == about_whole[0]).all() else None
     database.execute(
@@ -113,9 +113,9 @@ def insert_block(database: Database, head: Sequence[int | None], entries: Entrie
 
 
 def compact(database: Database, family: str, arrivals: list[int]) -> None:
-    """Merge the blocks, given in order of arrival, into one with a row a layer; to be called inside a transaction.
+    """Merge the blocks, given in order of arrival, into one with a row per layer; call this inside a transaction.
 
-    It takes the place of the last of them. They stay as they are where that would change an answer: see `_overtakes`.
+    The result replaces the last of them. They stay as they are if merging would change an answer: see `_overtakes`.
     """
     holes = ", ".join("?" * len(arrivals))
     blocks = database.rows(
@@ -125,7 +125,7 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
         arrivals,
     )
     if len(blocks) < len(arrivals):
-        return  # another writer of this run was faster; whoever opens the store next sees what is left to do
+        return  # another writer of this run was faster; the next process to open the store sees the remaining work
     parts = [entries_of(row[5], row[6], row[4]) for row in blocks]
     if _overtakes(database, blocks[0][:4], arrivals, parts):
         return
@@ -142,10 +142,10 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
 
 
 def _overtakes(database: Database, head: Sequence[int], arrivals: list[int], parts: Sequence[Entries]) -> bool:
-    """Return whether an entry of the blocks would come to lie behind a newer one of another layer table.
+    """Return whether an entry of the blocks would end up behind a newer one of another layer table.
 
-    Of two entries for the same place and time, the one that arrived later counts. `head` is the blocks' run,
-    family, layer table and number of layers.
+    Of two entries for the same place and time, the one that arrived later counts. `head` is the blocks' run, family,
+    layer table and number of layers.
     """
     others = database.rows(
         "SELECT arrival, coordinates, entries FROM layer_block WHERE run = ? AND family = ? "

@@ -26,13 +26,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PLACES = ("round", "step", "first_round", "last_round")  # columns that say where in a run a record belongs
-WAL_BYTES = 256 << 20  # a log beyond this is folded in by nobody
+PLACES = ("round", "step", "first_round", "last_round")  # columns with a record's position in the run
+WAL_BYTES = 256 << 20  # a log larger than this is being folded in by no process
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One thing that was looked at."""
+    """One thing that was examined."""
 
     what: str
     state: str  # "fine", "note" or "trouble"
@@ -40,7 +40,7 @@ class Sign:
 
 
 def examine(where: Path | str) -> list[Sign]:
-    """Everything that can be seen of a store, in the order in which it matters."""
+    """Return everything that can be seen of a store, in order of importance."""
     try:
         if isinstance(where, str):
             with contextlib.closing(read_postgres(where)) as reader:
@@ -51,7 +51,7 @@ def examine(where: Path | str) -> list[Sign]:
 
 
 def damage_in(where: Path | str) -> str | None:
-    """Return a sentence on what is wrong with a store, for a reader that failed on it; None if nothing is."""
+    """Return a sentence on what is wrong with a store, after a reader failed on it; None if nothing is."""
     if isinstance(where, Path) and not where.exists():
         return None
     troubles = [f"{sign.what}: {sign.said}" for sign in examine(where) if sign.state == "trouble"]
@@ -91,13 +91,13 @@ def _checksums(report: Report, owner: str | None) -> Sign:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """A connection that reads the file with its log, unless that belongs to another file."""
+    """Return a connection that reads the file with its log, unless the log belongs to another file."""
     alone = "&immutable=1" if has_foreign_log(path) else ""
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{alone}", uri=True, timeout=10, isolation_level=None)
 
 
 def integrity(database: Database) -> list[str]:
-    """What SQLite finds wrong with the file itself; [] when nothing."""
+    """Return what SQLite finds wrong with the file itself; [] if nothing."""
     try:
         problems = [str(row[0]) for row in database.rows("PRAGMA integrity_check(20)")]
     except FedvitalsError as error:
@@ -114,7 +114,7 @@ def _file(path: Path, wrong: list[str]) -> Sign:
 
 
 def writing_process(path: Path) -> str | None:
-    """Who holds the store's lock; None when nobody does."""
+    """Return the process that holds the store's lock; None if there is none."""
     lock = path.with_name(path.name + ".lock")
     if fcntl is None or not lock.exists():
         return None
@@ -139,9 +139,9 @@ def _lock(path: Path, owner: str | None) -> Sign:
 
 
 def _was_killed(path: Path) -> bool:
-    """Whether the last writer ended without closing the store. One that closed it has taken back its note on the log.
+    """Whether the last writer ended without closing the store. A writer that closed it has removed its note on the log.
 
-    Before its first record a writer has noted nothing, and without a log there is nothing that a reader could keep.
+    Before its first record a writer has left no note, and without a log there is nothing that a reader could hold.
     """
     log = path.with_name(path.name + "-wal")
     return noted_log(note_of(path)) is not None or not log.exists() or not log.stat().st_size
@@ -170,7 +170,7 @@ def _log(path: Path, owner: str | None) -> Sign:
 
 
 def _exchanged(path: Path) -> list[Sign]:
-    """What a training left beside a store whose file was exchanged while it ran."""
+    """Return what a training left beside a store whose file was replaced while it ran."""
     signs, logs, stores = [], logs_aside(path), continued_in(path)
     if stores:
         names = ", ".join(store.name for store in stores[:3]) + (", ..." if len(stores) > 3 else "")
@@ -186,7 +186,7 @@ def _exchanged(path: Path) -> list[Sign]:
 
 
 def _version_of(database: Database) -> int:
-    """A file may be older than this fedvitals; a server that is has been refused before."""
+    """Return the version of the tables. A file may be older than this fedvitals; an older server was refused before."""
     return check_version(database) if database.dialect.name == "sqlite" else VERSION
 
 
@@ -198,7 +198,7 @@ def _version(database: Database) -> Sign:
 
 
 def _content(database: Database, *, written: bool) -> list[Sign]:
-    """Signs of each part; one that cannot be examined is in trouble, and says so."""
+    """Return the signs of each part; a part that cannot be examined is reported as trouble."""
     checks: dict[str, Callable[[], list[Sign]]] = {
         "tables": lambda: _structure(database),
         "values": lambda: _values(database),
@@ -212,7 +212,7 @@ def _content(database: Database, *, written: bool) -> list[Sign]:
     for what, check in checks.items():
         try:
             signs += check()
-        except Exception as error:  # noqa: BLE001 - damage can make anything of a row
+        except Exception as error:  # noqa: BLE001 - damage can turn a row into anything
             signs.append(Sign(what, "trouble", f"cannot be examined ({type(error).__name__}: {error})"))
     return signs
 
@@ -237,7 +237,7 @@ def _values(database: Database) -> list[Sign]:
 
 
 def misnumbered(database: Database) -> dict[tuple[str, str], int]:
-    """Rows whose round or step is no integer, by table and column. Only SQLite lets such a value in."""
+    """Count rows whose round or step is no integer, by table and column. Only SQLite accepts such a value."""
     if database.dialect.name != "sqlite":
         return {}
     version, counts = _version_of(database), dict[tuple[str, str], int]()
@@ -256,7 +256,7 @@ def _numbers(database: Database) -> list[Sign]:
 
 
 def nameless(database: Database) -> list[int]:
-    """Numbers that stand for a name which the store does not have."""
+    """Return the numbers used for a name that the store does not have."""
     numbers: set[int] = set()
     version = _version_of(database)
     for table in TABLES:
@@ -281,7 +281,7 @@ def _symbols(database: Database) -> Sign:
 
 
 def overlapping(database: Database) -> list[tuple[int, int]]:
-    """Run and source whose intervals of delivered records are not as they should be."""
+    """Return the runs and sources whose intervals of delivered records are inconsistent."""
     return [
         (run, source)
         for run, source in database.rows(
@@ -301,7 +301,7 @@ def _delivered(database: Database) -> Sign:
 
 
 def broken_blocks(database: Database) -> list[int]:
-    """Return the blocks of layer statistics that cannot be unpacked: sizes or checksums are not as they should be."""
+    """Return the blocks of layer statistics that cannot be unpacked because sizes or checksums do not match."""
     known = {arrival for (arrival,) in database.rows("SELECT arrival FROM layer_block")}
     broken = {block for (block,) in database.rows("SELECT DISTINCT block FROM layer_matrix") if block not in known}
     for arrival in known:

@@ -14,7 +14,7 @@ from fedvitals.store.sqlite import maintain_sqlite
 
 @contextlib.contextmanager
 def upkeep(where: Path | str) -> Iterator[Database]:
-    """A connection that may change the store; a file is closed to every other writer meanwhile."""
+    """Yield a connection that may change the store; a file is closed to every other writer in the meantime."""
     with maintain_postgres(where) if isinstance(where, str) else maintain_sqlite(where) as database:
         yield database
 

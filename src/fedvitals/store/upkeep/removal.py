@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells readers that rows were removed, so that they forget what they remember.
+"""Tells readers that rows were removed, so that they drop what they have cached.
 
-Numbers of arrival are given out again after a deletion (SQLite), so that the newest of them does not tell.
+Arrival numbers are reused after a deletion (SQLite), so the newest of them does not reveal one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fedvitals.store.dialect import Database
 
 
 def removals(database: Database) -> object:
-    """What changes when rows are removed."""
+    """Return a value that changes when rows are removed."""
     if database.dialect.shared:
         sql = "SELECT pg_relation_filenode('metric'), obj_description('metric'::regclass, 'pg_class')"
         return tuple(database.rows(sql)[0])
@@ -20,7 +20,7 @@ def removals(database: Database) -> object:
 
 
 def note_removal(database: Database) -> None:
-    """Change the sign, in the transaction that removes."""
+    """Change the value of `removals`, in the transaction that removes."""
     if database.dialect.shared:
         database.execute(f"COMMENT ON TABLE metric IS 'rows were removed at {time.time():.6f}'")
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs a store and says what was done. Nothing is deleted that could still be read."""
+"""Repairs a store and reports what was done. Nothing is deleted that could still be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedvitals.store.upkeep.values import missing_structure, replace_unreadable
 
 
 def mend(where: Path | str) -> list[str]:
-    """Repair what can be repaired; sentences on what was done. StoreError while another process writes the file."""
+    """Repair what can be repaired; StoreError if another process writes the file. Returns sentences on the repairs."""
     if isinstance(where, str):
         with upkeep(where) as database:
             return _content(database)
@@ -59,7 +59,7 @@ def _mend_file(path: Path) -> list[str]:
 
 
 def _damage(path: Path) -> tuple[list[str], Report]:
-    """What is wrong with the file, found without opening it in a way that could change it."""
+    """Return what is wrong with the file, found without opening it in a way that could change it."""
     try:
         check_file(path)
         report = examine_pages(path)
@@ -92,7 +92,7 @@ def _content(database: Database) -> list[str]:
 
 
 def _tables(database: Database) -> str:
-    """Make the views anew: they hold nothing."""
+    """Create the views again: they hold no data."""
     if database.dialect.shared or not missing_structure(database, VERSION):
         return ""
     for name, sql in ddl.views(SQLITE).items():
@@ -106,11 +106,11 @@ def _values(database: Database) -> str:
 
 
 def _numbers(database: Database) -> str:
-    """Records in a round that is no integer belong to no round, but stay."""
+    """Remove the round from records whose round is no integer; the records stay."""
     wrong = doctor.misnumbered(database)
     for table, column in wrong:
         condition = f"WHERE TYPEOF({column}) NOT IN ('integer', 'null')"
-        if table == "run_round":  # a list of the rounds that there are
+        if table == "run_round":  # a list of the existing rounds
             database.execute(f"DELETE FROM {table} {condition}")  # noqa: S608 - our own words only
         else:
             database.execute(f"UPDATE {table} SET {column} = NULL {condition}")  # noqa: S608
@@ -150,7 +150,7 @@ def _blocks(database: Database) -> str:
 
 def _ends(database: Database) -> str:
     if database.dialect.shared:
-        return ""  # somebody may be writing it
+        return ""  # it may be being written
     ends = doctor.unfinished(database)
     database.execute(
         "UPDATE run SET finished = COALESCE((SELECT MAX(last) FROM run_round WHERE run_round.run = run.id), started) "

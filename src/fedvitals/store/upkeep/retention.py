@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deletes runs on request, and thins old runs until a store fits a budget.
 
-Names (`symbol`) and lists of layers stay: they are small, shared by runs, and remembered by whoever writes.
+Names (`symbol`) and lists of layers stay: they are small, shared by runs, and cached by writers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedvitals.store.tapes import remove_lost_tape, remove_tape, tape_bytes
 from fedvitals.store.upkeep.opening import transaction, upkeep
 from fedvitals.store.upkeep.removal import note_removal
 
-SMALLEST = 1_000_000  # bytes of a budget; «500» instead of «500MB» must not cost every run
+SMALLEST = 1_000_000  # bytes of a budget; a mistyped «500» instead of «500MB» must not cost every run
 
 # What a run can lose and still be read as a whole: its scalars, events and findings stay.
 _BLOCKS = ("layer_matrix", "block IN (SELECT arrival FROM layer_block WHERE run = ?)"), ("layer_block", "run = ?")
@@ -39,14 +39,14 @@ _EVERYTHING = (
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was removed of one run."""
+    """What was removed from one run."""
 
     run: str
     name: str
     what: str  # "detail", "run"; or "tape" of a run that is gone
     rows: int
     bytes: int
-    tape_bytes: int = 0  # of its tape, which goes with it
+    tape_bytes: int = 0  # of its tape, removed with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Cleared:
     removed: tuple[Removed, ...]
     bytes_before: int
     bytes_after: int
-    open: tuple[str, ...] = ()  # runs that were left alone because they are not finished, or are being written
+    open: tuple[str, ...] = ()  # runs that were skipped because they are not finished, or are being written
 
 
 def stored_bytes(database: Database) -> int:
-    """What the records take; in a file, without the room that earlier deletions left."""
+    """Return the size of the records; in a file, without the free space from earlier deletions."""
     if database.dialect.shared:
         rows = database.rows(
             "SELECT SUM(pg_total_relation_size(oid)) FROM pg_class WHERE relnamespace = 'fedvitals'::regnamespace "
@@ -74,11 +74,11 @@ def stored_bytes(database: Database) -> int:
 
 
 def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) -> Cleared:
-    """Remove these runs (by id) entirely, with their tapes. StoreError when one is being written.
+    """Remove these runs (by id) entirely, with their tapes. StoreError if one of them is being written.
 
-    The tape of a run that is in the store no more is removed by that run's id, too.
+    The tape of a run that is no longer in the store is also removed by that run's id.
 
-    `give_back`: return the space to the disk, for which everybody else waits; else what comes next takes it.
+    `give_back`: return the space to the disk, which blocks all other processes meanwhile; otherwise it is reused.
     """
     with upkeep(where) as database:
         before = stored_bytes(database)
@@ -102,9 +102,9 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
 
 
 def thin(where: Path | str, keep_bytes: int) -> Cleared:
-    """Make the store fit: oldest finished runs first lose what is per step and per layer, then go entirely.
+    """Make the store fit: the oldest finished runs first lose their data per step and per layer, then go entirely.
 
-    A tape has a budget of its own, and goes with its run.
+    Tapes have a separate budget; a run's tape is removed with the run.
     """
     if keep_bytes < SMALLEST:
         raise ConfigError(
@@ -141,12 +141,12 @@ def thin(where: Path | str, keep_bytes: int) -> Cleared:
 
 
 def _is_written(database: Database, run: str) -> bool:
-    """In a file, we hold the only lock: nobody writes, and a run without an end was killed."""
+    """Whether a run is being written. In a file, we hold the only lock: a run without an end was killed."""
     return database.dialect.shared and is_written(database, run)
 
 
 def _remove(database: Database, run: int, tables: Sequence[tuple[str, str]]) -> tuple[int, int]:
-    """How many rows went, and how many bytes: counted in a file, in PostgreSQL estimated by their share."""
+    """Return how many rows and bytes were removed: counted in a file, estimated by their share in PostgreSQL."""
     before, rows, estimated = stored_bytes(database), 0, 0
     for table, condition in tables:
         mine = _weight(database, table, condition, (run,))
@@ -162,7 +162,7 @@ def _remove(database: Database, run: int, tables: Sequence[tuple[str, str]]) -> 
 
 
 def _weight(database: Database, table: str, condition: str, values: Sequence[Any]) -> tuple[int, int]:
-    """Rows, and what stands for their size."""
+    """Return the number of rows, and a measure of their size."""
     size = "SUM(LENGTH(numbers))" if table == "layer_matrix" else "COUNT(*)"
     ((rows, weight),) = database.rows(f"SELECT COUNT(*), {size} FROM {table} WHERE {condition}", values)  # noqa: S608
     return int(rows), int(weight or 0)

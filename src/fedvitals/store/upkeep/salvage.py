@@ -18,18 +18,18 @@ from fedvitals.store.schema import TABLES, VERSION, Table
 from fedvitals.store.sqlite import PAGE, SqliteStore, maintain_sqlite
 from fedvitals.store.upkeep import doctor
 
-ATTEMPTS = 2000  # at the rows of one table, each a range of them that fails
+ATTEMPTS = 2000  # ranges of one table's rows that may fail before giving up
 HEADER = 100  # bytes of a SQLite file before its first page
 
 
 def salvage(path: Path, damaged_pages: Sequence[int] = ()) -> str:
-    """Copy what can be read; a sentence on how much that was. StoreError when it is nothing.
+    """Copy what can be read. Returns a sentence on how much that was. StoreError if nothing could be read.
 
     `damaged_pages`: pages whose checksums are wrong. Nothing on them is copied.
     """
     target = _free_name(path)
     with SqliteStore(target) as store:
-        store.write([Run("salvage", "salvage")])  # makes the tables
+        store.write([Run("salvage", "salvage")])  # creates the tables
     try:
         with (
             tempfile.TemporaryDirectory(dir=path.parent) as folder,
@@ -56,13 +56,13 @@ def _free_name(path: Path) -> Path:
 
 
 def _open(path: Path, folder: Path, damaged_pages: Sequence[int]) -> sqlite3.Connection:
-    """A copy of the damaged file, with its log and, where the list of its tables is broken, one that fits."""
+    """Return a copy of the damaged file, with its log and, if its list of tables is broken, one that fits."""
     copy = folder / "damaged.db"
     shutil.copyfile(path, copy)
     version = _version(copy)
     with copy.open("r+b") as file:
         for page in damaged_pages:
-            if page > 1:  # which has the list of tables
+            if page > 1:  # page 1 has the list of tables
                 file.seek((page - 1) * PAGE)
                 file.write(bytes(PAGE))
     log = path.with_name(path.name + "-wal")
@@ -73,28 +73,28 @@ def _open(path: Path, folder: Path, damaged_pages: Sequence[int]) -> sqlite3.Con
             sound.write([Run("salvage", "salvage")])
         _lend(copy, folder / "sound.db", [])
         if not _readable(copy, version):
-            # Stores have their tables at the same places, unless they were vacuumed: a new version's come last.
+            # Stores have their tables at the same places, unless they were vacuumed: those of a new version come last.
             _lend(copy, folder / "sound.db", _pages_of_schema((folder / "sound.db").read_bytes()))
     connection = sqlite3.connect(copy, isolation_level=None)
-    # Text that the damage has turned into bytes that are none must not stop the row beside it.
+    # Text that the damage has turned into invalid bytes must not prevent reading the rest of the row.
     connection.text_factory = lambda data: data.decode("utf-8", "replace")
     return connection
 
 
 def _lend(copy: Path, sound: Path, pages: list[int]) -> None:
-    """Give a damaged file the header of a sound one, and these pages."""
+    """Give a damaged file the header and these pages of an undamaged one."""
     lender = sound.read_bytes()
     with copy.open("r+b") as file:
         for page in pages:
             file.seek((page - 1) * PAGE)
             file.write(lender[(page - 1) * PAGE : page * PAGE])
         file.seek(0)
-        # The number of pages is counted anew, and no free ones are known.
+        # The number of pages is counted again, and no free pages are known.
         file.write(lender[:28] + bytes(12) + lender[40:HEADER])
 
 
 def _pages_of_schema(lender: bytes) -> list[int]:
-    """The first page and, where it is a list of others (an interior B-tree page), those."""
+    """Return the first page and, if it is a list of others (an interior B-tree page), those."""
     pages = [1]
     if lender[HEADER] == 5:
         cells = int.from_bytes(lender[HEADER + 3 : HEADER + 5], "big")
@@ -106,7 +106,7 @@ def _pages_of_schema(lender: bytes) -> list[int]:
 
 
 def _version(path: Path) -> int:
-    """Of the schema, as the header has it; the least when that is no number that could be one."""
+    """Return the version of the schema in the header; the lowest if that number is impossible."""
     with path.open("rb") as file:
         version = int.from_bytes(file.read(HEADER)[60:64], "big")
     return version if 1 <= version <= VERSION else 1
@@ -136,7 +136,7 @@ def _copy(old: sqlite3.Connection, target: Path) -> dict[str, int]:
             for row in _rows(old, table, columns):
                 if not _fits(row, table):
                     continue
-                with contextlib.suppress(sqlite3.Error):  # a row that the damage has made impossible
+                with contextlib.suppress(sqlite3.Error):  # a row that the damage has made invalid
                     counts[table.name] += new.execute(insert, row).rowcount
         new.execute("COMMIT")
         for block in doctor.broken_blocks(database):
@@ -148,13 +148,13 @@ def _copy(old: sqlite3.Connection, target: Path) -> dict[str, int]:
 
 
 def _fits(row: tuple[Any, ...], table: Table) -> bool:
-    """Whether it can be a row of this table. In a lent list of tables, one that the file never had points anywhere."""
+    """Whether this can be a row of the table. In a borrowed list of tables, one the file never had points anywhere."""
     json = (value for value, column in zip(row, table.columns, strict=True) if column.type == "json")
     return all(isinstance(value, str) for value in json)
 
 
 def _rows(old: sqlite3.Connection, table: Table, columns: str) -> Iterator[tuple[Any, ...]]:
-    """The rows of a table by ranges of their number, each halved where it cannot be read as a whole."""
+    """Yield the rows of a table by ranges of their number, halving each range that cannot be read as a whole."""
     sql = f"SELECT rowid, {columns} FROM {table.name} WHERE rowid BETWEEN ? AND ? ORDER BY rowid"  # noqa: S608
     ranges, failed = [(0, _last(old, table.name))], 0
     while ranges and failed < ATTEMPTS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what no reader can read in a SQLite file: tables that are not as declared, and contents of a wrong kind.
+"""Finds what no reader can read in a SQLite file: tables that are not as declared, and contents of a wrong type.
 
-SQLite takes any type in any column and does not look at the bytes of a text.
+SQLite accepts any type in any column and does not check the bytes of a text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fedvitals.store.schema import TABLES, VERSION, Column, Table
 
 _STORED_AS = {"key": "integer", "symbol": "integer", "integer": "integer", "real": "real", "text": "text",
               "json": "text", "blob": "blob"}  # fmt: skip
-_LISTS = ("tables", "suspects", "nodes", "shape")  # columns with a list of JSON; all others have an object
-_PLACES = ("round", "step", "first_round", "last_round")  # of which `doctor.misnumbered` knows more
+_LISTS = ("tables", "suspects", "nodes", "shape")  # columns with a JSON list; all others have a JSON object
+_PLACES = ("round", "step", "first_round", "last_round")  # `doctor.misnumbered` reports more about these
 
 
 def missing_structure(database: Database, version: int) -> list[str]:
-    """Return the tables, columns, indexes and views that a store of this version should have and has not."""
+    """Return the tables, columns, indexes and views that a store of this version should have but lacks."""
     missing = []
     tables = [table for table in TABLES if table.since <= version]
     for table in tables:
@@ -40,7 +40,7 @@ def missing_structure(database: Database, version: int) -> list[str]:
 
 
 def unreadable(database: Database, version: int) -> Iterator[tuple[Table, Column, list[int]]]:
-    """Yield the columns in which rows have the wrong kind of content, with the numbers of these rows."""
+    """Yield the columns with rows that have content of the wrong type, with the numbers of these rows."""
     for table in TABLES:
         for column in table.columns:
             if max(table.since, column.since) <= version:
@@ -58,7 +58,7 @@ def _wrong_types(database: Database, table: Table, column: Column) -> list[int]:
 
 
 def _wrong_texts(database: Database, table: Table, column: Column) -> list[int]:
-    """Return the rows whose text is no UTF-8, or where it should be an object or a list of JSON, is none."""
+    """Return the rows whose text is not UTF-8, or is not a JSON object or list where it should be."""
     if _STORED_AS[column.type] != "text":
         return []
     name = quoted(column.name)
@@ -75,7 +75,7 @@ def _wrong_texts(database: Database, table: Table, column: Column) -> list[int]:
 
 
 def replace_unreadable(database: Database, version: int) -> str:
-    """Make every row readable again, without those that cannot be; a sentence on what was done."""
+    """Make every row readable again, removing rows that cannot be. Returns a sentence on what was done."""
     replaced = removed = 0
     for table, column, rows in [*unreadable(database, version)]:
         name, numbers = quoted(column.name), [(number,) for number in rows]

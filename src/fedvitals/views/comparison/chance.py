@@ -15,23 +15,24 @@ SURE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the first side's mean to another's."""
+    """The difference between the means of the first side and another."""
 
     difference: float
-    relative: float | None  # of the first side's mean; None where that is 0
-    low: float | None  # of the interval in which the true difference lies with `SURE`; None: too few repeats
+    relative: float | None  # relative to the first side's mean; None if that is 0
+    # Of the interval that contains the true difference with probability `SURE`; None: too few repeats
+    low: float | None
     high: float | None
     runs: tuple[int, int]  # repeats on each side
-    paired: bool = False  # the interval is that of the differences seed by seed, not Welch's
+    paired: bool = False  # the interval is of the differences seed by seed, not Welch's
 
     @property
     def beyond_chance(self) -> bool | None:
-        """Whether the interval leaves out 0; None: nobody can tell."""
+        """Whether the interval excludes 0; None if there is no interval."""
         return None if self.low is None or self.high is None else self.low > 0 or self.high < 0
 
 
 def pairing(before: Sequence[int | None], after: Sequence[int | None]) -> list[int] | None:
-    """For each run of the first side, the place of the other side's run of its seed; None unless all are the same."""
+    """Return for each run of the first side the index of the other's with its seed; None unless all seeds match."""
     if (
         len(before) < 2
         or None in before
@@ -45,10 +46,11 @@ def pairing(before: Sequence[int | None], after: Sequence[int | None]) -> list[i
 def change(
     before: Sequence[float], after: Sequence[float], sure: float = SURE, pairs: Sequence[int] | None = None
 ) -> Change | None:
-    """The difference of the means, with an interval where both sides have at least two runs.
+    """Return the difference of the means, with an interval if both sides have at least two runs.
 
-    With `pairs` (see `pairing`) that of the differences, seed by seed: d ± t_(n−1) · s/√n. What a seed does to both
-    sides is then no noise. Otherwise Welch's: d ± t_f · √(s₁²/n₁ + s₂²/n₂), f by Welch and Satterthwaite (Welch 1947).
+    With `pairs` (see `pairing`) it is that of the differences, seed by seed: d ± t_(n−1) · s/√n. The effect of a seed
+    on both sides is then no noise. Otherwise Welch's: d ± t_f · √(s₁²/n₁ + s₂²/n₂), f by Welch and Satterthwaite (Welch
+    1947).
     """
     if pairs is not None and all(map(math.isfinite, (*before, *after))):
         by_seed = _paired([after[place] - value for value, place in zip(before, pairs, strict=True)], before, sure)
@@ -64,7 +66,7 @@ def change(
         return Change(difference, relative, None, None, runs)
     errors = [variance(values) / len(values) for values in (first, second)]
     error = sum(errors)
-    if error == 0:  # every repeat gave the same: a count, or a training without chance
+    if error == 0:  # every repeat gave the same: a count, or a deterministic training
         return Change(difference, relative, difference, difference, runs)
     freedom = error**2 / sum(e**2 / (n - 1) for e, n in zip(errors, runs, strict=True))
     reach = student(freedom, sure) * math.sqrt(error)
@@ -72,7 +74,7 @@ def change(
 
 
 def _paired(differences: Sequence[float], before: Sequence[float], sure: float) -> Change | None:
-    """None where every seed has the same difference: counts do so by chance, and then there is no noise to go by."""
+    """Return the paired change; None if every seed has the same difference, as counts do by chance: no noise to use."""
     count, difference = len(differences), fmean(differences)
     spread = math.sqrt(variance(differences))
     if spread <= 1e-9 * max(map(abs, differences)):
@@ -83,11 +85,11 @@ def _paired(differences: Sequence[float], before: Sequence[float], sure: float) 
 
 
 def student(freedom: float, sure: float = SURE) -> float:
-    """The t that Student's |t| stays below with probability `sure`; any number of degrees of freedom from 1 up.
+    """Return the t that Student's |t| stays below with probability `sure`; for any degrees of freedom from 1 up.
 
-    With t = √f · tan θ the density is ∝ cos^(f−1) θ, which a fine grid integrates well; a test holds it to tables.
+    With t = √f · tan θ the density is ∝ cos^(f−1) θ, which a fine grid integrates well; a test compares it with tables.
     """
-    # The grid gets finer where the density lies: its width goes with 1/√f.
+    # The grid is finer where the density is concentrated: its width is proportional to 1/√f.
     end = min(math.pi / 2, 12 / math.sqrt(max(1.0, freedom)))
     angle = np.linspace(0, end, 20_001)
     density = np.cos(angle) ** max(0.0, freedom - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the first round in which two runs differ: at all, beyond noise, and beyond what repeats differ by."""
+"""Finds the first round in which two runs differ: at all, beyond noise, and beyond the spread of repeats."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from fedvitals.views.comparison.chance import change, pairing
 from fedvitals.views.run_figures import Figures
 
-NOISE = 1e-5  # relative: what the order of float32 sums may change, over a local training
+NOISE = 1e-5  # relative: the effect of the order of float32 sums over a local training
 SURE_IN_ALL = 0.95  # over all rounds together
 
 
 @dataclass(frozen=True, slots=True)
 class Differing:
-    """A round in which two runs are not the same, and what is not."""
+    """A round in which two runs differ, and in what."""
 
     round: int
     metrics: Mapping[str, tuple[float | None, float | None]]  # of the federation
@@ -29,7 +29,7 @@ class Differing:
 class DivergencePoint:
     """Where two sides begin to differ."""
 
-    exact: Differing | None  # the first difference at all; None: equal as far as both go
+    exact: Differing | None  # the first difference of any size; None: equal as far as both go
     beyond_noise: Differing | None
     beyond_repeats: int | None
     beyond_repeats_by: str | None  # which metric
@@ -43,7 +43,7 @@ class DivergencePoint:
 
 
 def divergence_point(before: Sequence[Figures], after: Sequence[Figures]) -> DivergencePoint:
-    """Of two sides: number by number of one run each, of the same seed if possible; with repeats also as wholes."""
+    """Compare one run of each side number by number, with the same seed if possible; with repeats also the sides."""
     first, second = _pair(before, after)
     number, metric = _beyond_repeats(before, after)
     return DivergencePoint(
@@ -57,14 +57,14 @@ def divergence_point(before: Sequence[Figures], after: Sequence[Figures]) -> Div
 
 
 def _pair(before: Sequence[Figures], after: Sequence[Figures]) -> tuple[Figures, Figures]:
-    """Two runs of one seed where there are such: others differ from the first number on."""
+    """Return two runs with the same seed if there are any: with others, all numbers differ."""
     pairs = [(first, second) for first in before for second in after if first.run.seed == second.run.seed]
     return pairs[0] if pairs else (before[0], after[0])
 
 
 def _first(first: Figures, second: Figures, noise: float) -> Differing | None:
     if (first.accuracy, first.loss, first.norms) == (second.accuracy, second.loss, second.norms):
-        return None  # number by number this would take seconds, of a thousand clients
+        return None  # comparing each number would take seconds for a thousand clients
     shared = {"accuracy": (first.accuracy, second.accuracy), "loss": (first.loss, second.loss)}
     for number in _rounds(first, second):
         metrics = {name: (a.get(number), b.get(number)) for name, (a, b) in shared.items()}
@@ -83,7 +83,7 @@ def _at(figures: Figures, node: str, number: int) -> float | None:
 
 
 def _rounds(first: Figures, second: Figures) -> list[int]:
-    """As far as both go: that one goes on longer is no difference in what they did."""
+    """Return the rounds that both have: if one continues longer, that is no difference in what they did."""
     ends = [max((n for c in (f.accuracy, f.loss, *f.norms.values()) for n in c), default=-1) for f in (first, second)]
     known = {n for f in (first, second) for c in (f.accuracy, f.loss, *f.norms.values()) for n in c}
     return sorted(n for n in known if n <= min(ends))
@@ -98,7 +98,7 @@ def _same(first: float | None, second: float | None, noise: float) -> bool:
 
 
 def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tuple[int | None, str | None]:
-    """The first round in which the interval leaves out 0, held to 95 % over all rounds and both metrics at once."""
+    """Return the first round in which the interval excludes 0, at 95 % over all rounds and both metrics jointly."""
     if min(len(before), len(after)) < 2:
         return None, None
     kinds = {
@@ -113,7 +113,7 @@ def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tupl
     sure = 1 - (1 - SURE_IN_ALL) / max(1, len(tests))
     pairs = pairing([f.run.seed for f in before], [f.run.seed for f in after])
     for number, name, a, b in sorted(tests, key=lambda test: test[:2]):
-        whole = len(a) == len(before) and len(b) == len(after)  # a run that ended sooner has no partner here
+        whole = len(a) == len(before) and len(b) == len(after)  # a run that ended earlier has no partner here
         difference = change(a, b, sure, pairs if whole else None)
         if difference is not None and difference.beyond_chance:
             return number, name

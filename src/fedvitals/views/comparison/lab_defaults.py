@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default settings of the lab's experiments, which a run's description leaves out.
+"""Default settings of the lab's experiments, which a run's description omits.
 
-A copy of what `lab.experiment.Experiment()` has, compared with it by a test: pages are shown where torch, which the lab
-needs, is not installed.
+A copy of the defaults of `lab.experiment.Experiment()`, compared with it by a test: pages are also shown where torch,
+which the lab needs, is not installed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PARTS = {name.split(".")[1] for name in DEFAULTS}
 def is_default(name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether a setting of a lab's experiment is left at its default.
 
-    `name`: its path, such as «experiment.local.batch». `settings`: all that the description states, by path. A part
-    that it leaves out is as `DEFAULTS` has it; a part that is not there either, such as a compression, is off.
+    `name`: its path, such as «experiment.local.batch». `settings`: everything that the description states, by path. A
+    part that it omits is as in `DEFAULTS`; a part that is not there either, such as a compression, is off.
     """
     if not name.startswith(PREFIX):
         return False

@@ -22,20 +22,20 @@ from fedvitals.views.run_figures import Figures
 from fedvitals.views.series import Numbers, bucketed
 from fedvitals.views.units import percent
 
-POINTS = 400  # of a line
+POINTS = 400  # per line
 LONGEST = 2000  # characters of a setting
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A side's course; with repeats their mean (of GSC the median), and from the lowest to the highest of them."""
+    """A side's values over the rounds; with repeats their mean (of GSC the median), and their minimum and maximum."""
 
     letter: str
     rounds: list[int]
     values: Numbers
     low: Numbers
     high: Numbers
-    total: int  # rounds that these points stand for
+    total: int  # rounds that these points represent
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PageChange:
-    """A difference, with its interval where there is one."""
+    """A difference, with its interval if there is one."""
 
     difference: float | None
     relative: float | None
@@ -81,18 +81,18 @@ class PageTrouble:
     title: str
     place: str
     severity: str
-    runs: tuple[int, ...]  # of each side, in how many of its runs
+    runs: tuple[int, ...]  # for each side, in how many of its runs
 
 
 @dataclass(frozen=True, slots=True)
 class PageParting:
     """Where a side begins to differ from the baseline."""
 
-    letter: str  # the side that parts from the baseline
+    letter: str  # the side that diverges from the baseline
     equal: bool
     exact: int | None  # the first round that differs at all
     noise: int | None  # beyond floating-point noise
-    repeats: int | None  # beyond what repeats differ by
+    repeats: int | None  # beyond the spread of repeats
     words: str
 
 
@@ -103,12 +103,12 @@ class PageSetting:
     name: str
     values: tuple[str | None, ...]
     differs: bool
-    defaults: tuple[bool, ...]  # for each side, whether it is the lab's default; empty: not known
+    defaults: tuple[bool, ...]  # for each side, whether it is the lab's default; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ComparePage:
-    """Everything that the page of a comparison shows."""
+    """Everything that a comparison's page shows."""
 
     sides: tuple[Side, ...]  # the baseline first
     words: tuple[str, ...]  # what changed in learning and findings, a sentence for each side
@@ -123,7 +123,7 @@ class ComparePage:
 
 
 def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
-    """Of sides whose first is the baseline."""
+    """Return the page for these sides, the first of which is the baseline."""
     comparison = compared(sides)
     words, costs, partings, chance = in_words(comparison)
     letters = [side.letter for side in comparison.sides]
@@ -160,7 +160,7 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
 
 
 def _layer_pair(pair: str, figures: Figures) -> ValuesByRound:
-    """Return the gradient scale between two layers by round; empty where it was not measured."""
+    """Return the gradient scale between two layers by round; empty if it was not measured."""
     return figures.layer_pairs.get(pair, {})
 
 
@@ -168,10 +168,11 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
     def drawn(
         name: str, title: str, unit: str, scale: str, course: Callable[[Figures], ValuesByRound], note: str = ""
     ) -> Picture:
-        middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean  # a mean is its largest's
+        # A mean would be dominated by its largest value
+        middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean
         courses = [[course(f) for f in side] for side in sides]
         lines = [_line(letter, own, middle) for letter, own in zip(letters, courses, strict=True)]
-        # A repeat that measured less often leaves its rounds to the others.
+        # For rounds that a repeat did not measure, the others are used.
         partly = any(own[0].keys() != other.keys() for own in courses for other in own[1:])
         notes = [note, "repeats that measured fewer rounds count where they did" if partly else ""]
         return Picture(name, title, unit, scale, tuple(lines), "; ".join(filter(None, notes)))
@@ -199,7 +200,7 @@ def _bytes(figures: Figures) -> ValuesByRound:
 
 
 def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
-    """One run in buckets that keep their extremes; of repeats, the mean and how far they are apart."""
+    """Return one run in buckets that keep their extremes; for repeats, the mean and the spread."""
     rounds = sorted({number for course in courses for number in course})
     if len(courses) == 1:
         values = np.array([courses[0][number] for number in rounds], dtype=float)
@@ -219,7 +220,7 @@ def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Seque
 
 
 def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequence[str]) -> Picture:
-    """Each side less the baseline, round by round; with repeats, the interval that chance leaves."""
+    """Return each side minus the baseline, round by round; with repeats, the confidence interval."""
     courses: list[list[ValuesByRound]] = [[getattr(f, name) for f in side] for side in sides]
     in_points = name == "accuracy"  # per cent of per cent would be read as relative
     lines, banded = [], False
@@ -246,7 +247,7 @@ def _difference(letter: str, changes: dict[int, Change | None], factor: float) -
     for stretch in stretches:
         here = [c for number in stretch if (c := changes[number]) is not None]
         values.append(factor * fmean(c.difference for c in here) if here else None)
-        # Where rounds were joined, as far as any of them goes.
+        # If rounds were joined, the extremes of all of them.
         low.append(min((factor * (c.difference if c.low is None else c.low) for c in here), default=None))
         high.append(max((factor * (c.difference if c.high is None else c.high) for c in here), default=None))
     return Line(letter, [stretch[0] for stretch in stretches], values, low, high, len(numbers))
@@ -274,9 +275,7 @@ NAMED = 3  # settings and clients in a sentence
 
 
 def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], str]:
-    """Return sentences on what each side learnt, on what it cost and which settings differ, on where it diverges from
-    the first, and on chance.
-    """
+    """Return sentences on what each side learnt, costs and different settings, where it diverges, and chance."""
     base = comparison.sides[0]
     sides = list(enumerate(comparison.sides[1:]))
     sentences = [_what_changed(comparison, place, side) for place, side in sides]
@@ -288,7 +287,7 @@ def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], 
 
 
 def called(side: Side) -> str:
-    """«B (slow)»: two sides may have one name."""
+    """Return a side's name, «B (slow)»: two sides may have the same name."""
     repeats = f", {len(side.runs)} runs" if len(side.runs) > 1 else ""
     return f"{side.letter} ({side.name}{repeats})"
 
@@ -313,7 +312,7 @@ def _what_changed(comparison: Comparison, place: int, side: Side) -> str:
 
 
 def _costs(comparison: Comparison, place: int, side: Side) -> str:
-    """«B: round time × 0.66; memory × 1.4.»; empty where nothing changed by more than a tenth."""
+    """Return «B: round time × 0.66; memory × 1.4.»; empty if nothing changed by more than a tenth."""
     rows = {row.name: row for row in comparison.rows}
     round_time = next((row for row in comparison.rows if row.topic == "time"), None)
     named = (
@@ -339,7 +338,7 @@ def _of_learning(row: ComparisonRow, place: int) -> str:
 
 
 def _of_amount(row: ComparisonRow, place: int, noun: str) -> str:
-    """Only what changed by more than a tenth is worth a word."""
+    """Return a clause on an amount, only if it changed by more than a tenth."""
     change = row.changes[place]
     if change is None or change.relative is None or abs(change.relative) < 0.1:
         return ""
@@ -368,7 +367,7 @@ def _cause(comparison: Comparison) -> str:
 
 
 def _values(sides: Sequence[Side], values: Sequence[object]) -> str:
-    """«0.1 → 0.2» of two; of more, whose is which."""
+    """Return «0.1 → 0.2» for two sides; for more, each value with its side."""
     if len(values) == 2:
         return " → ".join(map(_short, values))
     return ", ".join(f"{_short(value)} ({side.letter})" for side, value in zip(sides, values, strict=True))
@@ -418,7 +417,7 @@ def _number(value: float | None) -> str:
 
 
 def _chance(comparison: Comparison) -> str:
-    """As the comparison itself says it, with this page's way to repeats instead of the command line's."""
+    """Return the comparison's own sentence, with this page's way to repeats instead of the command line's."""
     counts: Sequence[int] = [len(side.runs) for side in comparison.sides]
     if max(counts) == 1:
         return (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares runs: what changed from the first to the others, whether that can be chance, where they diverge, and why.
+"""Compares runs: what changed from the first to the others, whether it can be chance, where they diverge, and why.
 
-A *side* is one run, or several repeats of it: runs of one name and one configuration that differ by their seeds only.
+A *side* is one run, or several repeats of it: runs with the same name and configuration that only differ in their
+seeds.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class ComparisonRow:
     topic: str  # «learning», «time», «memory», «bytes», «findings»
     name: str
     unit: str
-    better: str  # «higher», «lower» or «»: neither
-    values: tuple[float | None, ...]  # a mean over repeats, for each side
+    better: str  # «higher», «lower» or «» for neither
+    values: tuple[float | None, ...]  # for each side, a mean over repeats
     changes: tuple[Change | None, ...]  # from the first side to each other one
 
 
@@ -72,27 +73,27 @@ class Setting:
 
     name: str
     values: tuple[Any, ...]  # for each side
-    defaults: tuple[bool, ...] = ()  # for each side, whether it is the lab's default; empty: not known
+    defaults: tuple[bool, ...] = ()  # for each side, whether it is the lab's default; empty: unknown
 
     @property
     def differs(self) -> bool:
-        """Whether the sides do not all have the same."""
+        """Whether the sides have different values."""
         return any(repr(value) != repr(self.values[0]) for value in self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything that is known of runs side by side."""
+    """Everything known of runs side by side."""
 
     sides: tuple[Side, ...]
-    opening: tuple[ComparisonRow, ...]  # accuracy (loss where there is none), round time and memory
+    opening: tuple[ComparisonRow, ...]  # accuracy (loss if there is none), round time and memory
     rows: tuple[ComparisonRow, ...]
     troubles: tuple[Trouble, ...]
     gsc: tuple[Mapping[int, float], ...]  # for each side, by round: median over clients, then over repeats
     layer_pairs: Mapping[str, tuple[Mapping[int, float], ...]]  # the same between two layers, by «upper/lower»
-    partings: tuple[DivergencePoint, ...]  # of the first side from each other one
+    partings: tuple[DivergencePoint, ...]  # of the first side and each other one
     settings: tuple[Setting, ...]  # in which the sides differ
-    confidence: str  # what may be concluded, in a sentence
+    confidence: str  # the conclusion, in a sentence
 
 
 def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Comparison:
@@ -107,7 +108,7 @@ def sides_of(
     repeats: bool = False,
     figures: Callable[[Reader, str], Figures] = figures_of,
 ) -> list[list[Figures]]:
-    """Read the figures of the runs meant, repeats together; `figures`: how those of one run are read."""
+    """Read the figures of the given runs, grouped by repeats; `figures`: reads those of one run."""
     groups = grouped([queries.get_run(reader, run) for run in chosen(reader, runs, repeats=repeats)])
     if len(groups) < 2:
         raise ConfigError(
@@ -142,9 +143,9 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
 
 
 def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | None = None) -> list[str]:
-    """Return the ids that a person means. With `repeats`, of each one all runs of its name and configuration.
+    """Return the ids that a user means. With `repeats`, for each of them all runs with its name and configuration.
 
-    `most`: of each, at most so many, the newest and the one that was named.
+    `most`: at most this many for each: the newest and the named one.
     """
     ids = [queries.find_run(reader, text) for text in texts]
     if repeats:
@@ -169,12 +170,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def configuration(run: Run) -> list[tuple[str, Any]]:
-    """Return what makes two runs repeats of each other: everything about them but the seed and the versions."""
+    """Return what repeats have in common: everything about a run except the seed and the versions."""
     return sorted((name, repr(value)) for name, value in flattened(run.config).items() if not _is_seed(name))
 
 
 def flattened(config: Any, path: str = "") -> dict[str, Any]:
-    """Return settings by their path: «experiment.local.lr». An experiment that stands there as TOML is read."""
+    """Return settings by their path: «experiment.local.lr». An experiment stored as TOML is parsed."""
     if isinstance(config, str) and path == "experiment":
         try:
             config = tomllib.loads(config)
@@ -218,7 +219,7 @@ def _settings(group: Sequence[Run]) -> dict[str, Any]:
         **own,
         "model": f"{len(weights)} layers: {weights}" if weights else None,
         "seed": [repeat.seed for repeat in group] if len(group) > 1 else run.seed,
-        # How long it took to compile a kernel is no version of it.
+        # The time to compile a kernel is not part of its version.
         **{f"versions.{name}": re.sub(r" in \d+ ms", "", version) for name, version in run.versions.items()},
     }
 
@@ -241,12 +242,12 @@ def _side(letter: str, side: Sequence[Figures]) -> Side:
 
 
 def _rounds_to(level: int, figures: Figures) -> float | None:
-    """Return the rounds until the accuracy reached a level, by its place among LEVELS; None: it never did."""
+    """Return the rounds until the accuracy reached a level, by its index in LEVELS; None if it never did."""
     return figures.reached[level].rounds
 
 
 def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
-    """Topic, name, unit, which way is better, and how it is read."""
+    """Return topic, name, unit, which direction is better, and how the value is read."""
 
     def seconds(f: Figures) -> Mapping[int, float]:
         return f.virtual_seconds if clock == "virtual" else f.seconds
@@ -288,7 +289,7 @@ def _row(
     sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, better: str, value: Value
 ) -> ComparisonRow:
     measured = [[v for f in side if (v := value(f)) is not None] for side in sides]
-    # A side where some repeats never got there has no mean: that of the others would flatter it.
+    # A side where some repeats never got there has no mean: the mean of the others would flatter it.
     whole = [values if len(values) == len(side) else [] for values, side in zip(measured, sides, strict=True)]
     return ComparisonRow(
         topic,
@@ -320,7 +321,7 @@ def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
 
 
 def _key(case: Case) -> tuple[str, str]:
-    """A client that changed its cluster has the same trouble still."""
+    """Return the identity of a case without its group: a client in another cluster still has the same trouble."""
     words = [case.node or case.group, None if case.layer is None else f"layer {case.layer}"]
     return case.issue, ", ".join(word for word in words if word) or "the whole run"
 
@@ -355,7 +356,7 @@ def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[ComparisonRow
 
 
 def _method(sides: Sequence[Sequence[Figures]]) -> str:
-    """How the intervals were come by, for the sides that have the seeds of the first and for those that do not."""
+    """Return how the intervals were computed, for the sides with the seeds of the first and for those without."""
     paired = [_by_seed(sides[0], side) is not None for side in sides[1:]]
     seeds = ", ".join(str(f.run.seed) for f in sorted(sides[0], key=lambda f: f.run.seed or 0))
     by_seed = f"of the differences seed by seed, over the seeds {seeds} of both sides"

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one axis of a page. Every chart of the page draws the same rounds, and shows the same round under the pointer.
+// The shared axis of a page. All its charts draw the same rounds, and show the same round under the pointer.
 
 import { gesture } from "../gesture.js";
 
-/** Rounds (whole numbers) by default; `continuous` for seconds. Told changes: "view", "hover", "domain". */
+/** Rounds (integers) by default; `continuous` for seconds. Reported changes: "view", "hover", "domain". */
 export class Axis {
   constructor({ from = 0, to = 0, left = null, right = null, continuous = false, label = "round" } = {}) {
     this.domain = [from, Math.max(from, to)];
     this.view = [...this.domain];
     this.hover = null;
-    this.left = left; // gutters in pixels, if a page wants its own: names to the left, values to the right
+    this.left = left; // gutters in pixels, if a page sets its own: names to the left, values to the right
     this.right = right;
-    this.names = 0; // pixels that the longest name at the left wants
-    this.ends = 0; // and the longest at the right
+    this.names = 0; // pixels needed for the longest name at the left
+    this.ends = 0; // and for the longest at the right
     this.continuous = continuous;
     this.label = label;
     this.listeners = new Set();
-    this.empty = from === 0 && to === 0; // nothing was said yet: the first `extend` says it
-    this.wanted = null; // a view asked for before there were data
+    this.empty = from === 0 && to === 0; // no domain yet: the first `extend` sets it
+    this.wanted = null; // a view requested before there were data
   }
 
-  /** Calls back with what changed; gives back what ends that. */
+  /** Calls back with what changed; returns a function that ends that. */
   on(listener) {
     this.listeners.add(listener);
     return () => this.listeners.delete(listener);
@@ -30,7 +30,7 @@ export class Axis {
     for (const listener of [...this.listeners]) listener(what, this);
   }
 
-  /** Whether all of the domain is seen: then new rounds are followed. */
+  /** Whether the whole domain is visible: then new rounds are followed. */
   get whole() {
     return this.view[0] <= this.domain[0] && this.view[1] >= this.domain[1];
   }
@@ -58,7 +58,7 @@ export class Axis {
     this.tell("hover");
   }
 
-  /** The data now reach from `first` to `last`. What is looked at stays, unless it was everything. */
+  /** Extends the data from `first` to `last`. The view stays, unless it was the whole domain. */
   extend(first, last) {
     if (!Number.isFinite(first) || !Number.isFinite(last)) return;
     const from = this.empty ? first : Math.min(first, this.domain[0]);
@@ -70,32 +70,32 @@ export class Axis {
     if (followed) this.view = [from, to];
     this.tell("domain");
     if (!this.wanted) return;
-    this.restoring = true; // the address asked for it, not a hand
+    this.restoring = true; // requested by the address, not by the user
     this.want(...this.wanted);
     this.restoring = false;
   }
 
-  /** The view that an address asks for: now, or when the data are there. */
+  /** The view requested by an address: applied now, or when the data have arrived. */
   want(low, high) {
     this.wanted = this.empty ? [low, high] : null;
     if (!this.empty) this.setView(low, high);
   }
 
-  /** A chart has names this wide at its left: the gutter of all charts grows with them. */
+  /** A chart has names this wide at its left: the gutter of all charts grows to fit. */
   roomForNames(pixels) {
     if (pixels <= this.names) return;
     this.names = pixels;
     this.tell("domain");
   }
 
-  /** The same at its right, where the lines end. */
+  /** The same for the right, where the lines end. */
   roomForEnds(pixels) {
     if (pixels <= this.ends) return;
     this.ends = pixels;
     this.tell("domain");
   }
 
-  /** Closer (factor < 1) or wider, around the round under the pointer or the middle. */
+  /** Zooms in (factor < 1) or out, around the round under the pointer or the middle. */
   zoom(factor) {
     const [low, high] = this.view;
     const centre = this.hover ?? (low + high) / 2;
@@ -105,7 +105,7 @@ export class Axis {
     else this.setView(Math.floor(centre - share * at + 0.5), Math.ceil(centre + share * (1 - at) - 0.5));
   }
 
-  /** Sideways by a share of what is seen. */
+  /** Moves sideways by a share of the view. */
   pan(share) {
     const [low, high] = this.view;
     const wanted = (high - low + (this.continuous ? 0 : 1)) * share;
@@ -115,7 +115,7 @@ export class Axis {
   }
 }
 
-/** Keeps the view in the address (`from`, `to`), so that a zoom can be sent to another; gives back what ends that. */
+/** Keeps the view in the address (`from`, `to`), so that a zoom can be shared; returns a function that ends that. */
 export function bindAxis(axis, params, names = ["from", "to"]) {
   let reading = false;
   const begins = gesture();
@@ -133,7 +133,7 @@ export function bindAxis(axis, params, names = ["from", "to"]) {
     const [from, to] = axis.whole ? [null, null] : axis.view;
     params.set({ [names[0]]: from, [names[1]]: to }, { push: !axis.restoring && begins() });
   });
-  // After the shell's own listener has taken the address over.
+  // After the shell's own listener has processed the address.
   const back = () => queueMicrotask(read);
   window.addEventListener("popstate", back);
   return () => {

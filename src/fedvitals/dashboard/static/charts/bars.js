@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lengths side by side: one bar a thing, its name a link, its value in words.
+// Lengths side by side: one bar per item, its name a link, its value as text.
 
 import { severityColour, severityFill, severityRank, theme } from "../colour.js";
 import { exactly, withUnit } from "../format.js";
@@ -63,7 +63,7 @@ function namesOf(state, box) {
   return inSight(state, box).map(name);
 }
 
-/** Room for the names at the left and for the words at the right: as much as they need, up to 38 % of the width. */
+/** Room for the names at the left and for the texts at the right: as much as they need, up to 38 % of the width. */
 function gutters(list, width, options) {
   const widest = (texts) => texts.slice(0, 400).reduce((most, text) => Math.max(most, textWidth(text)), 0) + 14;
   const room = (texts, usual) => Math.max(usual, Math.min(0.38 * width, widest(texts)));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A matrix as a picture with one pixel for each cell, to be stretched. What is no value is told by a state.
+// A matrix as a picture with one pixel per cell, to be stretched. Cells without a value have a state.
 
 import { colourTable, mix, rgb, theme } from "../colour.js";
 
 export const VALUE = 0;
-export const ABSENT = 1; // not sampled: nothing is drawn, the hatching behind it is seen
+export const ABSENT = 1; // not sampled: nothing is drawn, the hatching behind it shows
 export const FAILED = 2;
 export const NAN = 3;
 export const UP = 4; // +∞
@@ -12,7 +12,7 @@ export const DOWN = 5;
 
 export const SAID = ["", "not there", "failed", "NaN", "+∞", "−∞"];
 
-/** Where a value lies on its map, 0 to 1. */
+/** A value's position on its map, 0 to 1. */
 export function shareOf(scale) {
   const { low, high, log, signed } = scale;
   if (signed) {
@@ -57,7 +57,7 @@ function picture(width, height) {
 
 /**
  * The cells [row0, row1) × [column0, column1) as a canvas, one pixel each. With more columns than `most` pixels,
- * several share one: the value furthest from the grid's median is kept, and trouble goes before any value.
+ * several share one: the value furthest from the grid's median is kept, and trouble takes precedence over any value.
  */
 export function paintCells(grid, scale, [row0, row1], [column0, column1], { order = null, most = Infinity } = {}) {
   const count = column1 - column0;
@@ -86,7 +86,7 @@ export function paintCells(grid, scale, [row0, row1], [column0, column1], { orde
 }
 
 const medians = new WeakMap();
-const ENOUGH = 4096; // values that a median is taken of
+const ENOUGH = 4096; // values used for a median
 
 function medianOf(grid) {
   let middle = medians.get(grid);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chart as a file: SVG and PNG as it is seen, CSV with every digit that came. Of heat maps these are seven (they
-// travel as float32): a count over 16 million is rounded there; /api/runs/RUN/records has it whole. Nothing leaves
-// the browser.
+// A chart as a file: SVG and PNG as seen, CSV with every digit received. For heat maps these are seven (they are sent
+// as float32): a count over 16 million is rounded there; /api/runs/RUN/records has it exactly. Nothing leaves the
+// browser.
 
 import { h, s } from "../dom.js";
 import { theme } from "../colour.js";
@@ -11,7 +11,7 @@ import { canvasPen, svgPen, textWidth } from "./pen.js";
 const HEAD = 32; // pixels above the chart for its title
 const LINE = 16; // and for each line under it
 const SCALE = 2;
-const KEPT_MS = 10_000; // until the browser has surely begun to write the file
+const KEPT_MS = 10_000; // until the browser has certainly begun to write the file
 
 export function save(blob, name) {
   const address = URL.createObjectURL(blob);
@@ -22,20 +22,20 @@ export function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(address), KEPT_MS);
 }
 
-/** A file name of the title: letters and digits of any script, nothing that a path could be made of. */
+/** A file name from the title: letters and digits of any script, nothing that could form a path. */
 export function fileName(title, ending) {
   const plain = String(title ?? "").normalize("NFKC").toLowerCase();
   const stem = plain.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 80);
   return `${stem || "chart"}.${ending}`;
 }
 
-/** What the page says around the plot and a file alone would not: run, rounds, the note. */
+/** What the page shows around the plot and a file alone would lack: run, rounds, the note. */
 function aroundIt({ options: { axis }, dom, chart }) {
   const rounds = axis && !axis.continuous && !chart.labelled?.() ? `rounds ${axis.view[0]} to ${axis.view[1]}` : "";
   return [place.run, rounds, dom.note.textContent].filter(Boolean).join(" · ");
 }
 
-/** Words in lines of at most that many pixels. */
+/** Text in lines of at most that many pixels. */
 function wrapped(text, room) {
   const lines = [];
   for (const word of text.split(" ").filter(Boolean)) {
@@ -46,7 +46,7 @@ function wrapped(text, room) {
   return lines.slice(0, 6);
 }
 
-/** The key to the colours, as places along lines: [{x, row, strip | colour, text}]. */
+/** The colour key, as positions along lines: [{x, row, strip | colour, text}]. */
 function keyOf(frame, room) {
   const { entries = [], strip, from, to } = frame.dom.extra.painted ?? {};
   if (strip) return [{ x: 12, row: 0, strip, from, text: to }];
@@ -87,7 +87,7 @@ function paintHead(pen, frame, { words, key }) {
   }
 }
 
-/** What is painted, and how far down: the chart, then its foot where it has one. */
+/** What is painted, and how far down: the chart, then its foot if it has one. */
 function layers(frame, down) {
   const { chart, box } = frame;
   const still = { ...box, live: false };
@@ -98,10 +98,10 @@ function layers(frame, down) {
 
 const heightOf = (frame, head) => head.height + frame.box.height + frame.footHeight + 8;
 
-/** Named after the run, the page and the plot, so that files of two runs do not meet. */
+/** Named after the run, the page and the plot, so that files of two runs do not clash. */
 const nameOf = (frame, ending) => fileName([place.run, place.page, frame.title].filter(Boolean).join(" "), ending);
 
-/** The chart as an SVG element that needs nothing but itself. */
+/** The chart as a self-contained SVG element. */
 export function asSvg(frame) {
   const head = headOf(frame);
   const [width, height] = [frame.box.width, heightOf(frame, head)];
@@ -139,7 +139,7 @@ export function savePng(frame) {
   canvas.toBlob((blob) => blob && save(blob, nameOf(frame, "png")), "image/png");
 }
 
-/** One cell: numbers with every digit; names quoted where they must be, and never read as a formula. */
+/** One cell: numbers with every digit; names quoted where necessary, and never read as a formula. */
 function cell(value) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return Object.is(value, -0) ? "0" : String(value);
@@ -159,7 +159,7 @@ export function saveCsv(frame) {
   save(new Blob([csvText(frame.chart.csv())], { type: "text/csv;charset=utf-8" }), nameOf(frame, "csv"));
 }
 
-/** The shortest decimal that is this float32: what was sent, not what it looks like as a double. */
+/** The shortest decimal that is this float32: what was sent, not its digits as a double. */
 export function shortest32(value) {
   if (!Number.isFinite(value)) return value;
   for (let digits = 6; digits < 10; digits += 1) {

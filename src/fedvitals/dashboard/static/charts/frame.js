@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all charts have: a heading with a menu, layers to draw on, a size that follows the page, a theme, a voice.
+// What all charts have: a heading with a menu, layers to draw on, a size that follows the page, a theme, announcements.
 //
-// A chart hands in what only it knows (all but `paint` and `height` may be absent):
+// A chart provides what only it knows (all but `paint` and `height` are optional):
 //   height(width) → pixels of everything       layout(width, height, scroll) → box for the painters
 //   paint(pen, box) the picture                paintFoot(pen, box), footHeight: below what scrolls
 //   paintHover(pen, box) what follows the pointer        rows(box) → the names at the left, as links
@@ -33,7 +33,7 @@ const seen = new IntersectionObserver(
   { rootMargin: NEAR },
 );
 
-// Paper has no window: what is out of sight is drawn as well before a page is printed.
+// Paper has no window: before printing, charts out of sight are drawn as well.
 window.addEventListener("beforeprint", () => {
   for (const figure of document.querySelectorAll("figure.chart")) figure.chartFrame?.drawNow();
 });
@@ -47,7 +47,7 @@ function build(kind, options, scrolls) {
   const head = h("figcaption", { class: "chart-head" }, title, unit, note, extra, readout);
   const svg = s("svg", { class: "chart-base", "aria-hidden": "true" });
   const over = s("svg", { class: "chart-over", "aria-hidden": "true" });
-  const label = options.title || "Chart"; // until it is drawn, and can say more
+  const label = options.title || "Chart"; // until it is drawn, and can describe itself
   const about = { tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": label };
   const plot = h("div", { class: "chart-plot", ...about }, svg, over);
   const rows = h("div", { class: "chart-rows" });
@@ -75,7 +75,7 @@ export function createFrame(host, kind, options, chart) {
     title: options.title ?? "",
     unit: unitName(options.unit),
     box: null,
-    pointer: null, // where it is, in pixels of the plot; null when it is elsewhere
+    pointer: null, // the pointer's position, in pixels of the plot; null when it is elsewhere
     focused: false,
     footHeight: scrolls ? (chart.footHeight ?? 0) : 0,
     get active() {
@@ -85,11 +85,11 @@ export function createFrame(host, kind, options, chart) {
       state.stale = true;
       if (!state.visible) {
         reserve();
-        if (!chart.costly?.()) atRest(drawUnseen); // so that it is as new as the rest when it is scrolled to, printed or photographed
+        if (!chart.costly?.()) atRest(drawUnseen); // so that it is up to date when it is scrolled to, printed or captured
       }
       soon(draw);
     },
-    /** Data have come: until then nothing can be said of what there is. */
+    /** Data have arrived: until then nothing can be said of the content. */
     fed() {
       state.fed = true;
       frame.redraw();
@@ -97,7 +97,7 @@ export function createFrame(host, kind, options, chart) {
     rehover() {
       soon(hover);
     },
-    /** What the pointer or the keys have come to, said aloud when it was the keys. */
+    /** The value that the pointer or the keys have reached, announced for the keys. */
     say(text) {
       announce(text);
     },
@@ -132,7 +132,9 @@ export function createFrame(host, kind, options, chart) {
     },
   };
 
-  /** Its room, before it is drawn: or all charts of a page would begin in sight, one on top of the other. */
+  /**
+   * Reserves its room before it is drawn: otherwise all charts of a page would begin in sight, one on top of the other.
+   */
   function reserve() {
     if (!state.fed || (chart.blank?.() ?? null) !== null) return;
     const whole = Math.max(1, Math.round(chart.height(state.width || Math.min(window.innerWidth, 1200))));
@@ -219,7 +221,7 @@ function place(dom, box, footHeight) {
   if (dom.space) {
     dom.space.style.height = `${box.whole}px`;
     dom.scroller.style.height = `${box.height}px`;
-    // Reachable by keys where it scrolls, and no stop on the way where it does not.
+    // Reachable by keys if it scrolls, and no tab stop otherwise.
     if (box.whole > box.height) dom.scroller.classList.add("chart-scrolls");
     else dom.scroller.classList.remove("chart-scrolls");
   }

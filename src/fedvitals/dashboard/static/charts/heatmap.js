@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows × rounds on canvas: clients or layers against time. Only the rows in sight are drawn; names are links.
+// Rows × rounds on canvas: clients or layers against time. Only the visible rows are drawn; names are links.
 
 import { theme } from "../colour.js";
 import { brief, exactly, number, withUnit } from "../format.js";
@@ -17,8 +17,9 @@ import { firstAt } from "./tracks.js";
 const FOOT = 24;
 
 /**
- * Options: {title, unit, axis, rowHeight, maxHeight, colours, log, onCell(row, column), rowHref(row), selected(row)}: a row
- * is told by its name, a column by its round. Data: {grid: a decoded Grid, flags, marks: [{row, from, to, severity}]}.
+ * Options: {title, unit, axis, rowHeight, maxHeight, colours, log, onCell(row, column), rowHref(row), selected(row)}: a
+ * row is identified by its name, a column by its round. Data: {grid: a decoded Grid, flags, marks: [{row, from, to,
+ * severity}]}.
  */
 export function heatMap(host, options = {}) {
   const joined = joinAxis(options.axis);
@@ -26,7 +27,7 @@ export function heatMap(host, options = {}) {
   const state = { grid: null, flags: [], marks: [], row: -1, scale: null, rowHeight: options.rowHeight ?? 14, names: new Map() };
   const hooks = onAxis(axis, () => frame, {
     pick(round, x, y) {
-      if (y !== null) state.row = rowAt(state, frame.box, y); // a tap comes without a move before it
+      if (y !== null) state.row = rowAt(state, frame.box, y); // a tap comes without a preceding move
       pick(state, round, options);
     },
     reach: (x, y) => (state.row = y === null ? -1 : rowAt(state, frame.box, y)),
@@ -78,7 +79,7 @@ function rowAt(state, box, y) {
   return row >= 0 && row < state.grid.rows.length ? row : -1;
 }
 
-/** The column that a round lies in; −1 between columns. */
+/** The column that contains a round; −1 between columns. */
 function columnAt(grid, round) {
   const at = firstAt(grid.columns, round + 1) - 1;
   return at >= 0 && round <= (grid.last[at] ?? grid.columns[at]) ? at : -1;
@@ -120,7 +121,7 @@ function paint(pen, box, state, frame, options) {
       inner.image(image, x0, top, x1 - x0, (rows[1] - rows[0]) * rowHeight);
     }
     if (rowHeight >= 6) {
-      // Hairlines of paper keep the eye in its row.
+      // Hairlines in the paper's colour guide the eye along its row.
       for (let row = rows[0] + 1; row < rows[1]; row += 1) {
         const y = row * rowHeight - box.scroll;
         inner.rect(box.x0, y - 0.5, box.x1 - box.x0, 1, { fill: colours.paper });
@@ -134,7 +135,7 @@ function paint(pen, box, state, frame, options) {
   else paintRowNames(pen, box, namesOf(state, box, options));
 }
 
-/** Runs of columns that follow each other in equal steps: each is one stretched picture. */
+/** Runs of columns in equal steps: each is one stretched picture. */
 function stretches(grid, [from, to]) {
   const found = [];
   let start = from;
@@ -164,7 +165,7 @@ function paintHatch(pen, box, bottom, colours) {
   pen.context.fillRect(box.x0, 0, box.x1 - box.x0, bottom);
 }
 
-/** At the right of each row: its last value in sight. */
+/** At the right of each row: its last visible value. */
 function paintLast(pen, box, state, rows, options) {
   const { grid, rowHeight } = state;
   if (rowHeight < 10) return;
@@ -183,7 +184,7 @@ function paintLast(pen, box, state, rows, options) {
 
 function namesOf(state, box, options) {
   const [first, last] = rowsInSight(state, box);
-  // Under ten pixels names would lie on each other: then only every second, third, … is told.
+  // Under ten pixels names would overlap: then only every second, third, … is shown.
   const every = Math.max(1, Math.ceil(11 / state.rowHeight));
   const found = [];
   for (let row = Math.ceil(first / every) * every; row < last; row += every) {
@@ -226,7 +227,7 @@ function readout(state, axis, options) {
   return `${cell.name} · ${cell.state === VALUE ? withUnit(cell.value, options.unit) : SAID[cell.state]}`;
 }
 
-/** The rows that a finding is about, with their values at the round that is pointed at elsewhere. */
+/** The rows of a finding, with their values at the round that is pointed at elsewhere. */
 function marked(state, axis, options) {
   const column = columnAt(state.grid, axis.hover);
   const rows = [...new Set(state.marks.map((mark) => (typeof mark.row === "number" ? mark.row : state.names.get(mark.row))))];

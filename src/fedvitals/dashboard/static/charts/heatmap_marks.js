@@ -5,8 +5,8 @@ import { severityColour, severityFill, theme } from "../colour.js";
 import { DOWN, FAILED, NAN, UP, VALUE } from "./cells.js";
 import { cross, shape } from "./pen.js";
 
-const LEAST = 4; // pixels under which a mark would be a smudge
-const MOST = 6000; // marks in one picture; beyond, the colours alone tell
+const LEAST = 4; // pixels below which a mark would be illegible
+const MOST = 6000; // marks in one picture; beyond, only the colours show it
 
 export function paintOddities(pen, box, grid, { rowHeight }, [row0, row1], [column0, column1]) {
   const colours = theme();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chart kit. Every chart: const chart = kind(host, options); chart.update(data); chart.destroy().
-// A row is told by its name and a column by its round: onCell("c7", 12). On a matrix both are names.
+// A row is identified by its name and a column by its round: onCell("c7", 12). In a matrix both are names.
 
 export { Axis, bindAxis } from "./axis.js";
 export { bars } from "./bars.js";

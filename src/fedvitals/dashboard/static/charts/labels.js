@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names at the ends of lines instead of a legend; where they do not fit, a legend in the heading after all.
+// Names at the ends of lines instead of a legend; if they do not fit, a legend in the heading.
 
 import { fill, h } from "../dom.js";
 import { readable, theme } from "../colour.js";
 import { fitted, textSize, textWidth } from "./pen.js";
 import { swatch } from "./tip.js";
 
-const line = () => textSize() + 2; // pixels that a label takes
-const LEGEND = 260; // pixels that a name in a legend takes at most
-const NEAR = 12; // pixels from the right end, within which a line is led to its name
+const line = () => textSize() + 2; // height of a label in pixels
+const LEGEND = 260; // maximum width of a name in a legend, in pixels
+const NEAR = 12; // pixels from the right end within which a line gets a leader to its name
 
 /** Moves labels apart so that none covers another and none leaves [top, bottom]; keeps their order. */
 export function spread(labels, top, bottom) {
@@ -26,12 +26,12 @@ export function spread(labels, top, bottom) {
   return labels;
 }
 
-/** Pixels of the longest of these names. */
+/** Width of the longest of these names in pixels. */
 export function widest(names) {
   return names.slice(0, 40).reduce((most, name) => Math.max(most, textWidth(String(name ?? ""))), 0);
 }
 
-/** Whether that many names have room at the right of a box. */
+/** Whether that many names fit at the right of a box. */
 export function roomFor(count, box) {
   return !box.narrow && count > 0 && count * line() <= box.y1 - box.y0;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the nodes of a federation stand: star, clusters, tree or rings. One unit is the shorter half of the picture.
+// The positions of a federation's nodes: star, clusters, tree or rings. One unit is the shorter half of the picture.
 
 const TURN = 2 * Math.PI;
 const HUBS = new Set(["server", "edge", "hub", "aggregator", "coordinator", "root"]);
@@ -10,7 +10,7 @@ const CROWD = 70; // nodes from which a circle becomes a disc
 export const isTree = (kind) => /tree|hier|edge/i.test(String(kind ?? ""));
 export const isHub = (node) => HUBS.has(String(node.role ?? "").toLowerCase());
 
-/** name → {x, y}, within ±wide and ±tall. Nodes that bring their own places keep them. */
+/** name → {x, y}, within ±wide and ±tall. Nodes with their own positions keep them. */
 export function placed(kind, nodes, edges, [wide, tall] = [1, 1]) {
   const given = nodes.filter((node) => Number.isFinite(node.x ?? NaN) && Number.isFinite(node.y ?? NaN));
   if (given.length === nodes.length && nodes.length) return scaled(nodes);
@@ -28,7 +28,7 @@ function scaled(nodes) {
   return new Map(nodes.map((node) => [node.name, { x: ((node.x - left) / span) * 2 - 1, y: ((node.y - low) / span) * 2 - 1 }]));
 }
 
-/** Around a centre: a circle, or for a crowd the heads of a sunflower with the middle left free. */
+/** Around a centre: a circle, or for a crowd a sunflower pattern with a free middle. */
 function around(nodes, found, { x = 0, y = 0, radius = 0.95, from = -TURN / 4 } = {}) {
   nodes.forEach((node, at) => {
     const crowd = nodes.length > CROWD;
@@ -84,14 +84,14 @@ function clusters(nodes, wide, tall) {
     const { x, y, angle } = spots[at];
     members.filter(isHub).forEach((node) => found.set(node.name, { x, y }));
     const clients = members.filter((node) => !isHub(node));
-    // Nobody stands on the way to the server: the gap between two is turned towards it.
+    // No node stands in the way to the server: the gap between two is turned towards it.
     const turn = clients.length % 2 ? 0 : Math.PI / Math.max(1, clients.length);
     around(clients, found, { x, y, radius, from: angle + turn });
   });
   return found;
 }
 
-/** One ring a group; the server, where there is one, in the middle. */
+/** One ring per group; the server, if there is one, in the middle. */
 function rings(nodes, wide, tall) {
   const found = new Map();
   const groups = [...grouped(nodes.filter((node) => !rootless(node))).values()];

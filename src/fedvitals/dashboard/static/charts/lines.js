@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Courses over the rounds: the cohort as nested bands with its median, single nodes as lines on top, findings as flags.
+// Series over the rounds: the cohort as nested bands with its median, single nodes as lines on top, findings as flags.
 
 import { createFrame } from "./frame.js";
 import { widest } from "./labels.js";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The picture of a line chart, and what follows the pointer over it.
+// Paints a line chart, and what follows the pointer over it.
 
 import { readable, theme } from "../colour.js";
 import { brief, withUnit } from "../format.js";
@@ -79,7 +79,10 @@ function paintSeries(pen, series, drawn, colours, box) {
   return course;
 }
 
-/** NaN: a struck ring at the top, since on the floor it would be read as 0; infinities: a triangle at the end that they left through. */
+/**
+ * NaN: a struck ring at the top, since at the bottom it would be read as 0; infinities: a triangle at the end where
+ * they left.
+ */
 function paintOdd(pen, box, x, kind, colour, colours) {
   if (kind === "nan") {
     const y = box.y0 + 5;
@@ -92,7 +95,7 @@ function paintOdd(pen, box, x, kind, colour, colours) {
   pen.path([[x, up ? y - 4 : y + 4, x + 4, up ? y + 3 : y - 3, x - 4, up ? y + 3 : y - 3]], { fill: colour }, true);
 }
 
-/** The names that stand at the ends of lines, where there is room. */
+/** The names at the ends of lines, if there is room. */
 export function endNames(state) {
   const lines = state.series.filter((one) => !one.faint || state.series.length <= 8);
   return [...lines, ...state.bands].map((one) => one.name);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the values of a line chart come to: a colour, the ends of the axis, the value at a round, the last one.
+// What is derived from the values of a line chart: a colour, the ends of the axis, the value at a round, the last one.
 
 import { seriesColour } from "../colour.js";
 import { extent, honestEnds, linear, log } from "./scales.js";
 import { firstAt, indexAt } from "./tracks.js";
 
-const FAR = 3; // how many spans the extremes of a cohort may stretch the axis
+const FAR = 3; // number of spans by which a cohort's extremes may stretch the axis
 
 export function colourOf(series, colours) {
   return series.colour ?? (series.faint ? colours.ink2 : seriesColour(series.index, colours));
 }
 
-/** Of each list, what lies within the view. */
+/** The part of each list within the view. */
 function within(one, name, low, high) {
   const values = one[name];
   if (!values?.length) return [];
@@ -19,7 +19,7 @@ function within(one, name, low, high) {
   return values.slice(from, one.rounds[to] === high ? to + 1 : to);
 }
 
-/** The ends of the value axis: all lines and the bulk of the cohort; its extremes as far as they let the rest be seen. */
+/** The ends of the value axis: all lines and the bulk of the cohort; its extremes unless they hide the rest. */
 function domain(state, { low, high }, scale) {
   const pick = (one, ...names) => names.map((name) => within(one, name, low, high));
   const above = (values) => Array.from(values, (value) => (value > 0 ? value : null));
@@ -47,7 +47,7 @@ export function scaleOf(state, box, options) {
   return log(from / 1.15, to * 1.15, box.y1, box.y0, { zero: kind === "log0", count });
 }
 
-/** The last value that is there, within the view. */
+/** The last existing value within the view. */
 export function lastOf(rounds, values, high) {
   for (let at = Math.min(rounds.length - 1, firstAt(rounds, high)); at >= 0; at -= 1) {
     const value = values[at];

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a line chart says: under the pointer, aloud, as a label and as a table.
+// The texts of a line chart: under the pointer, announced, as a label and as a table.
 
 import { theme } from "../colour.js";
 import { NONE, exactly, number, withUnit } from "../format.js";
 import { colourOf, lastOf, valueAt } from "./lines_values.js";
 import { flagRows } from "./rounds.js";
 
-const TOLD = 4; // lines named in the heading; the tooltip has them all
+const TOLD = 4; // lines named in the heading; the tooltip names all
 
 const roundName = (state, axis, round) => (state.labels ? (state.labels[round] ?? "") : `${axis.label} ${number(round)}`);
 
@@ -49,7 +49,7 @@ function inFull(value, options) {
   return options.digits ? number(value, options.digits) : withPlain(value, options.unit);
 }
 
-/** Every digit; with the readable form beside it where a unit changes the figure. */
+/** Every digit; with the readable form beside it if a unit changes the figure. */
 function withPlain(value, unit) {
   return unit === "bytes" || unit === "seconds" || unit === "bytes/s" ? withUnit(value, unit) : exactly(Number(value.toPrecision(9)), unit);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everyone against everyone: a square of cells, with lines between the groups that a clustering has put together.
+// Everyone against everyone: a square of cells, with lines between the groups found by a clustering.
 
 import { theme } from "../colour.js";
 import { exact, number } from "../format.js";
@@ -11,10 +11,10 @@ import { textWidth } from "./pen.js";
 import { extent } from "./scales.js";
 import { colourStrip } from "./strip.js";
 
-const COSTLY = 100_000; // cells that are painted only when somebody looks
+const COSTLY = 100_000; // cells that are only painted when they become visible
 const TALLEST = 640; // pixels
-const MARKED = 4; // pixels of a cell from which it has room for a mark
-const LABEL = 10; // pixels of a cell from which every name fits
+const MARKED = 4; // size of a cell in pixels from which it has room for a mark
+const LABEL = 10; // size of a cell in pixels from which every name fits
 
 /** Options: {title, colours, unit, onCell(row, column)}; data: {rows, columns, values, groups, low, high, note}. */
 export function matrix(host, options = {}) {
@@ -78,7 +78,7 @@ function names(list, width) {
   return Math.max(24, Math.min(width < 560 ? 96 : 120, longest + 12));
 }
 
-/** The length of the square's side: cells of at most 36 pixels, of many rows smaller ones, as far as the page has room. */
+/** The length of the square's side: cells of at most 36 pixels, smaller with many rows, as far as the page has room. */
 function side(state, width) {
   const cell = Math.max(LABEL + 4, Math.min(36, TALLEST / Math.max(1, state.rows.length)));
   return Math.max(40, Math.min(width - names(state.rows, width) - 8, TALLEST, state.columns.length * cell));
@@ -102,7 +102,7 @@ function paint(pen, box, state, frame, options) {
   const colours = theme();
   const image = pictureOf(state, colours);
   if (pen.context && box.cell < 1) {
-    // More cells than pixels: the mean of those under a pixel is what a similarity matrix is looked at for.
+    // With more cells than pixels, the mean under a pixel is what matters in a similarity matrix.
     pen.context.imageSmoothingEnabled = true;
     pen.context.imageSmoothingQuality = "high";
     pen.context.drawImage(image, box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0);
@@ -122,7 +122,7 @@ function paint(pen, box, state, frame, options) {
   if (box.live) colourStrip(frame.dom.extra, state.scale, { unit: options.unit, smallest: state.grid.smallest, largest: state.grid.largest });
 }
 
-/** A million cells are painted once for each theme, not with each redraw. */
+/** A million cells are painted once per theme, not with each redraw. */
 function pictureOf(state, colours) {
   const key = `${colours.dark}`;
   if (state.picture?.key !== key) {
@@ -145,7 +145,7 @@ function paintGroups(pen, box, state, colours) {
   }
 }
 
-/** NaN and infinity have a mark, as in a heat map, where a cell has room for it. */
+/** NaN and infinity have a mark, as in a heat map, if a cell has room for it. */
 function paintMarks(pen, box, { grid, columns }, colours) {
   if (box.cell < MARKED) return;
   const size = Math.min(box.cell * 0.5, 7);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The «⋯» of a chart: what it can be saved as, and the way back from a zoom.
+// A chart's «⋯» menu: formats to save it in, and resetting the zoom.
 
 import { h } from "../dom.js";
 import { popup } from "../popup.js";

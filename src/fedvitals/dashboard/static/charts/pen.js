@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One way to draw, two papers: an SVG (text stays text, links stay links) and a canvas (tens of thousands of marks).
-// A chart is drawn by one function with either, so what is downloaded is what is seen.
+// One way to draw on two surfaces: an SVG (text stays text, links stay links) and a canvas (tens of thousands of
+// marks). A chart uses one function for both, so the download matches what is seen.
 //
 // A style: {fill, stroke, width, dash, opacity}. Points of a path: flat numbers [x, y, x, y, …]; `rects` are
 // [x, y, width, height, …], many in one stroke.
@@ -12,7 +12,7 @@ export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Ne
 const big = matchMedia("(min-width: 2200px)"); // where the page's own text grows as well
 let SIZE = big.matches ? 13 : 11;
 const KEPT = 4000;
-// XML knows no control characters and no half surrogates; a hostile name may hold them.
+// XML allows no control characters and no lone surrogates; a hostile name may contain them.
 // eslint-disable-next-line no-control-regex
 const UNWRITABLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 
@@ -22,10 +22,10 @@ big.addEventListener("change", () => {
   SIZE = big.matches ? 13 : 11;
 });
 
-/** Pixels of a chart's text. */
+/** A chart's text size in pixels. */
 export const textSize = () => SIZE;
 
-/** Pixels that a text takes. */
+/** Width of a text in pixels. */
 export function textWidth(text, size = SIZE, weight = 400) {
   const key = `${weight} ${size} ${text}`;
   let width = widths.get(key);
@@ -39,7 +39,7 @@ export function textWidth(text, size = SIZE, weight = 400) {
   return width;
 }
 
-/** The text, or as much of its two ends as fits: layer and client names differ at the end more often than not. */
+/** The text, or as much of its two ends as fits: layer and client names usually differ at the end. */
 export function fitted(text, room, size = SIZE, weight = 400) {
   const whole = String(text).slice(0, 300);
   if (textWidth(whole, size, weight) <= room) return whole;
@@ -130,7 +130,7 @@ export function svgPen(root) {
       within(s("g", { "clip-path": `url(#${id})` }), draw);
     },
     link(href, draw) {
-      // Not a stop of the tab key: the same links stand in the page's lists.
+      // No tab stop: the same links are in the page's lists.
       within(href ? s("a", { href, tabindex: -1 }) : s("g"), draw);
     },
   };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Charts of things rather than rounds: the pointer finds the nearest, the keys go from one to the next in order.
+// Charts of items rather than rounds: the pointer finds the nearest, the keys go from one to the next in order.
 
 const REACH = 18; // pixels
 
@@ -15,8 +15,8 @@ export function nearest(spots, x, y) {
 }
 
 /**
- * Pointer and key hooks. `find(x, y)` → index; `count()`; `pick(index)`: a click or Enter; `told(index)` → text.
- * `order(index, key)` → index, for charts where the arrows mean directions.
+ * Pointer and key hooks. `find(x, y)` → index; `count()`; `pick(index)`: a click or Enter; `told(index)` → text to
+ * announce. `order(index, key)` → index, for charts where the arrows mean directions.
  */
 export function picking(frameOf, { find, count, pick, told, order }) {
   const hooks = {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pointer and the keys on a plot. Moves are taken once a picture; the wheel is left to the page.
+// Pointer and keys on a plot. Moves are handled once per frame; the wheel is left to the page.
 
 import { soon } from "./soon.js";
 import { hideTip } from "./tip.js";
 
 const DRAG = 4; // pixels from which a press is a drag
-const DOUBLE_MS = 230; // a click waits this long where a second one would mean something else
+const DOUBLE_MS = 230; // delay of a click if a second one would mean something else
 
-/** Tells the chart: move(x, y), leave(), click(x, y, event), double(), drag(from, to, done), key(event). */
+/** Calls the chart's move(x, y), leave(), click(x, y, event), double(), drag(from, to, done), key(event). */
 export function attachPointer(frame) {
   const { chart, dom, signal } = frame;
   const { plot } = dom;
@@ -70,7 +70,7 @@ export function attachPointer(frame) {
     if (event.target.closest?.("a[href]") || event.detail > 1) return;
     const at = spot(event);
     const work = () => chart.click?.(at.x, at.y, event);
-    // Only where a double click has something to undo must a single one wait for it.
+    // A single click must only wait if a double click has something to undo.
     if (chart.undoable?.()) waiting = setTimeout(work, DOUBLE_MS);
     else work();
   });

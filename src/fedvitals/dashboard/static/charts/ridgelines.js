@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distributions one behind the other, from the first (light) to the last (dark): how a shape moves with the rounds.
+// Distributions one behind the other, from the first (light) to the last (dark): how a shape changes over the rounds.
 
 import { mix, theme } from "../colour.js";
 import { number } from "../format.js";
@@ -9,7 +9,7 @@ import { picking } from "./picking.js";
 import { extent, linear, niceTicks } from "./scales.js";
 
 const ROW = 22;
-const RISE = 2.4; // rows that the highest ridge reaches up
+const RISE = 2.4; // rows that the highest ridge extends over
 
 /** Options: {title, unit}; data: {ridges: [{name, short, xs, heights}], xLabel, ticks: [{x, text}], note}. */
 export function ridgelines(host, options = {}) {
@@ -67,12 +67,12 @@ function scales(state, box) {
   return { x, rise: (height) => (height / (most > 0 ? most : 1)) * RISE * ROW };
 }
 
-/** The places of the x axis that have a name: the caller's own, as many as fit, else round numbers. */
+/** The labelled positions of the x axis: the caller's own, as many as fit, else round numbers. */
 function ticksOf(state, x, count) {
   if (!state.ticks) return niceTicks(x.low, x.high, count).map((tick) => ({ x: tick, text: number(tick) }));
   const every = Math.max(1, Math.ceil(state.ticks.length / Math.max(2, count)));
   const last = state.ticks.length - 1;
-  // The end is always told; what would stand under it is left out.
+  // The end is always labelled; a label that would overlap it is omitted.
   return state.ticks.filter((_, at) => at === last || (at % every === 0 && last - at >= Math.max(1, every * 0.8)));
 }
 

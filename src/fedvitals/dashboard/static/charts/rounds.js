@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What charts on the shared axis have in common: where a round stands, its ticks, flags, crosshair, brush and keys.
+// What charts on the shared axis have in common: positions of rounds, ticks, flags, crosshair, brush and keys.
 
 import { severityColour, severityFill, severityRank, SHAPES, theme } from "../colour.js";
 import { exact, number, seconds } from "../format.js";
@@ -10,7 +10,7 @@ import { niceTicks, roundTicks } from "./scales.js";
 const FOOT = 24; // pixels for the numbers of the axis
 const NARROW = 560;
 
-/** Gutters are the same in all charts of a page, or the rounds would not stand under each other. */
+/** Gutters are the same in all charts of a page, so that the rounds line up. */
 export function gutters(width, axis) {
   const narrow = width < NARROW;
   const names = Math.ceil(axis.names) + 14;
@@ -19,7 +19,7 @@ export function gutters(width, axis) {
   return { left, right: narrow ? 12 : right, narrow };
 }
 
-/** Where things stand: x(round) is the middle of its column, at(x) the round under a pixel. */
+/** Positions: x(round) is the middle of its column, at(x) the round under a pixel. */
 export function roundBox(width, height, axis, { top = 10, bottom = FOOT } = {}) {
   const { left, right, narrow } = gutters(width, axis);
   const [x0, x1] = [left, Math.max(left + 20, width - right)];
@@ -39,7 +39,7 @@ function tickText(axis, value, labels) {
   return axis.continuous ? inOneUnit(value, axis.view[1]) : number(value);
 }
 
-/** Seconds in the unit of the longest, so that the numbers of an axis can be compared. */
+/** Seconds in the unit of the longest, so that the numbers of an axis are comparable. */
 function inOneUnit(value, most) {
   if (!value) return "0";
   if (most >= 120) return seconds(value);
@@ -47,7 +47,7 @@ function inOneUnit(value, most) {
   return `${number(value * factor)}\u202f${unit}`;
 }
 
-/** The line of rounds with its numbers, at the height y. */
+/** The axis of rounds with its numbers, at the height y. */
 export function paintRounds(pen, box, axis, y, whole) {
   const colours = theme();
   const labels = whole ? distinct(whole) : null;
@@ -63,7 +63,7 @@ export function paintRounds(pen, box, axis, y, whole) {
   if (!labels && !box.narrow && !axis.continuous) pen.text(box.x0 - 8, y + 15, axis.label, { fill: colours.ink2, anchor: "end" });
 }
 
-/** Names without the beginning and the end that all of them share: of «features.3.conv.weight» the 3. */
+/** Names without their common beginning and end: of «features.3.conv.weight» the 3. */
 export function distinct(names) {
   if (names.length < 2) return names;
   const parts = names.map((name) => String(name).split(/(?<=[./_])|(?=[./_])/));
@@ -131,7 +131,7 @@ export function flagRows(flags, round, limit = 4) {
 
 /**
  * The pointer and key hooks of a chart on an axis. `pick(round, x, y)`: a click or Enter; `up(step)`: ↑ and ↓, for
- * charts with rows or several lines; `told()`: what is said aloud after a key.
+ * charts with rows or several lines; `told()`: the text to announce after a key.
  */
 export function onAxis(axis, frameOf, { pick, up, told, reach }) {
   const hooks = {
@@ -186,7 +186,7 @@ export function onAxis(axis, frameOf, { pick, up, told, reach }) {
   return hooks;
 }
 
-/** The page's axis, or one of the chart's own; redraws the frame with it until the frame ends. */
+/** The page's axis, or the chart's own; redraws the frame with it until the frame ends. */
 export function joinAxis(given, options = {}) {
   const axis = given ?? new Axis(options);
   return {

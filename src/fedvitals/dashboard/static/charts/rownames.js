@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Names beside the rows that are in sight, as real links: found by the eye, the tab key and a screen reader alike.
+// Names beside the visible rows, as real links: usable by eye, tab key and screen reader alike.
 
 import { h, keyed } from "../dom.js";
 import { theme } from "../colour.js";
 import { fitted, textSize, textWidth } from "./pen.js";
 
-/** Long names without the words that they all begin with, as views/short_ids.py has it: «…layers.3.weight». */
+/** Long names without their common first words, as in views/short_ids.py: «…layers.3.weight». */
 function differing(rows) {
   const long = [...new Set(rows.filter((row) => textWidth(row.name) > row.room).map((row) => row.name))];
   if (long.length < 2) return rows;
@@ -15,13 +15,13 @@ function differing(rows) {
   return words > 1 ? rows.map((row) => (long.includes(row.name) ? { ...row, short: `…${row.name.slice(words)}` } : row)) : rows;
 }
 
-/** rows: [{name, y, height, href, chosen, room}]; only those in sight are nodes. */
+/** rows: [{name, y, height, href, chosen, room}]; only visible ones are nodes. */
 export function rowNames(parent, rows) {
-  // The link is part of the key, so that every address goes through the check in `h`.
+  // The link is part of the key, so that every address passes the check in `h`.
   keyed(parent, differing(rows), (row) => `${row.href ?? ""} ${row.name}`, make, update);
 }
 
-/** The same names in a picture that is saved. */
+/** The same names in a saved picture. */
 export function paintRowNames(pen, box, rows) {
   for (const row of differing(rows)) {
     pen.text(box.x0 - 8, row.y + row.height / 2 + 4, row.short ?? row.name, { fill: theme().ink2, anchor: "end", room: box.x0 - 12 });

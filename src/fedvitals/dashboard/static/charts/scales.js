@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// From values to pixels, and the values at which an axis is labelled.
+// Maps values to pixels, and chooses the values at which an axis is labelled.
 
 import { COUNTS } from "../format.js";
 
 const ZERO_ROOM = 18; // pixels below a log axis where zero has its own level
 
-/** The round number (1, 2, 5 × 10ⁿ) nearest to a step; `atLeast` never gives a smaller one. */
+/** The round number (1, 2, 5 × 10ⁿ) nearest to a step; `atLeast` never returns a smaller one. */
 export function niceStep(rough, atLeast = false) {
   const power = 10 ** Math.floor(Math.log10(rough) + 1e-9);
   const share = rough / power;
@@ -23,15 +23,15 @@ export function niceTicks(low, high, count) {
   return found;
 }
 
-const LEAST = { share: 0.1, points: 10 }; // of an axis in a unit, from its floor to its top
-const LEAST_PART = 0.1; // of the largest value, in any other unit
-const LEAST_PARTS = { seconds: 0.25, s: 0.25, bytes: 0.25, B: 0.25 }; // amounts, of which people read heights as ratios
-const TO_ZERO = 0.5; // of the largest value: where the smallest is below it, the axis begins at 0
+const LEAST = { share: 0.1, points: 10 }; // smallest length of an axis in a unit
+const LEAST_PART = 0.1; // the same for any other unit, relative to the largest value
+const LEAST_PARTS = { seconds: 0.25, s: 0.25, bytes: 0.25, B: 0.25 }; // amounts, whose heights are read as ratios
+const TO_ZERO = 0.5; // of the largest value: if the smallest is below it, the axis begins at 0
 
 /**
  * The ends of a linear axis around values from `low` to `high`: wide enough that a small change stays a small slope,
- * and never beyond what the unit allows (a share reaches no 110 %, what is never negative has its floor at 0). Values of
- * which one is twice another stand on 0: as high as they are.
+ * and never beyond what the unit allows (a share never reaches 110 %, values that are never negative have their floor
+ * at 0). If one value is at least twice another, the axis begins at 0, so that heights are in proportion.
  */
 export function honestEnds(low, high, unit) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return [low, high];
@@ -43,7 +43,7 @@ export function honestEnds(low, high, unit) {
   if (low >= 0 && low < TO_ZERO * high) from = 0;
   else if (low >= 0 && from < 0) [from, to] = [0, missing ? Math.max(to, least) : to];
   if (unit === "share" && high <= 1 && to > 1) [from, to] = [missing ? Math.min(from, 1 - least) : from, 1];
-  return to > from ? [from, to] : [from, from + 1]; // nothing but zeros lies on the floor
+  return to > from ? [from, to] : [from, from + 1]; // if all values are zero, they lie on the floor
 }
 
 /** A scale: {of(value) → pixel, ticks, clamp}. Pixels run from `bottom` up to `top`. */
@@ -57,12 +57,12 @@ export function linear(low, high, bottom, top, count = 4, unit = "") {
 function widened(low, high) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
   if (high > low) return [low, high];
-  if (low === 0) return [0, 1]; // nothing but zeros: they lie on the floor
+  if (low === 0) return [0, 1]; // all values are zero: they lie on the floor
   const room = Math.abs(low) * 0.1 || 0.5;
   return [low - room, high + room];
 }
 
-/** Decades; values at or under zero have no place, unless `zero` gives them a level of their own. */
+/** Decades; values at or below zero have no position, unless `zero` gives them their own level. */
 export function log(low, high, bottom, top, { zero = false, count = 4 } = {}) {
   if (!(low > 0) || !(high > 0)) [low, high] = high > 0 ? [high / 1000, high] : [0.1, 1];
   if (high / low < 1.02) [low, high] = [low / 2, high * 2];
@@ -79,7 +79,7 @@ export function log(low, high, bottom, top, { zero = false, count = 4 } = {}) {
 function logTicks(low, high, count) {
   const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
   const decades = last - first + 1;
-  // With under three decades in sight, 2 and 5 are wanted as well, or the axis would bear one number.
+  // With fewer than three visible decades, 2 and 5 are labelled as well, or the axis would have a single number.
   const between = decades < 3 ? (count > 3 || decades < 2 ? [1, 2, 5] : [1, 3]) : [1];
   const every = Math.max(1, Math.ceil(decades / Math.max(2, count)));
   const found = [];
@@ -93,7 +93,7 @@ function logTicks(low, high, count) {
   return found.length > 1 ? found : niceTicks(low, high, count).filter((tick) => tick > 0);
 }
 
-/** Rounds at which an axis is labelled: whole numbers, at least `room` pixels apart. */
+/** Rounds at which an axis is labelled: integers, at least `room` pixels apart. */
 export function roundTicks([low, high], step, room = 56) {
   const every = Math.max(1, Math.round(niceStep(Math.max(1, room / step), true)));
   const found = [];

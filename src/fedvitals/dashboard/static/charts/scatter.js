@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Points in the plane: who behaves alike. Colour is the group, shape and ring the severity; names where there is trouble.
+// Points in the plane: which clients behave alike. Colour is the group, shape and ring the severity; names for
+// troubles.
 
 import { readable, seriesColour, severityColour, severityFill, severityRank, theme } from "../colour.js";
 import { number } from "../format.js";
@@ -10,7 +11,7 @@ import { nearest, picking } from "./picking.js";
 import { extent } from "./scales.js";
 import { severityRow, troubled } from "./tip.js";
 
-const NAMED = 30; // up to this many points, all bear their names
+const NAMED = 30; // up to this many points are all named
 
 /** Options: {title, height, xLabel, yLabel, onPoint(point)}; data: {points, trail, note, reach: {x: [from, to], y}}. */
 export function scatter(host, options = {}) {
@@ -40,9 +41,9 @@ export function scatter(host, options = {}) {
     frame,
     update({ points = [], trail = null, note = "", reach = null } = {}) {
       const finite = points.filter((one) => Number.isFinite(one.x ?? NaN) && Number.isFinite(one.y ?? NaN));
-      // The ill are drawn last, on top.
+      // Points with findings are drawn last, on top.
       state.points = [...finite].sort((a, b) => severityRank(a.severity) - severityRank(b.severity));
-      state.reach = reach; // what the plane shows at least: the same for pictures that are compared
+      state.reach = reach; // the smallest extent of the plane: equal for pictures that are compared
       state.trails = !trail ? [] : Array.isArray(trail[0]) ? trail : [trail];
       state.groups = [...new Set(finite.map((one) => one.group ?? ""))].sort();
       const lost = points.length - finite.length;
@@ -92,7 +93,7 @@ function paint(pen, box, state, options, frame) {
   }
 }
 
-/** The ill first; of the others only those whose name covers no point and no name. */
+/** Points with findings first; of the others only those whose name covers no point and no name. */
 function paintNames(pen, box, state, colours) {
   const taken = state.points.length > NAMED ? [] : state.spots.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
   for (let at = state.points.length - 1; at >= 0; at -= 1) {
@@ -115,7 +116,7 @@ function paintName(pen, point, x, y, left, ill, colours) {
   pen.text(left ? x - 9 : x + 9, y + 4, point.name, style);
 }
 
-/** A way through the rounds: faint at its beginning, an open ring where it is now. */
+/** A trail through the rounds: faint at its beginning, an open ring at the current position. */
 function paintTrail(pen, trail, place, colours) {
   const points = trail.filter((one) => Number.isFinite(one.x ?? NaN) && Number.isFinite(one.y ?? NaN));
   for (let at = 1; at < points.length; at += 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work for the next picture of the screen: asked for many times, done once. In a hidden tab nothing is done at all.
+// Work for the next frame: requested many times, done once. In a hidden tab nothing is done at all.
 
 const queue = new Set();
 let asked = false;
@@ -16,12 +16,12 @@ export function soon(work) {
   });
 }
 
-// Where a browser has no idle time to tell of, a moment later must do.
+// In browsers without idle callbacks, a short delay must do.
 const idle = window.requestIdleCallback ?? ((work) => setTimeout(work, 200));
 const rest = new Set();
 let resting = false;
 
-/** Work for when nothing else is to do, one at a time: what is out of sight must not delay what is in it. */
+/** Work for idle time, one piece at a time: what is out of sight must not delay what is visible. */
 export function atRest(work) {
   rest.add(work);
   if (resting) return;

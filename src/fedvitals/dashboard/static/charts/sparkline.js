@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A course the size of a word.
+// A line chart the size of a word.
 
 import { s } from "../dom.js";
 import { extent, honestEnds } from "./scales.js";
 import { track } from "./tracks.js";
 
-/** An SVG node; colours come by CSS (currentColor), so it needs no redrawing when the theme changes. */
+/** An SVG node; colours come from CSS (currentColor), so it needs no redrawing when the theme changes. */
 export function sparkline(values, { width = 96, height = 20, label = "", unit = "" } = {}) {
   const list = values ?? [];
   const [low, high] = extent(list);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a quantity goes, round by round: one bar a round, stacked by part in the order given.
+// Where a quantity goes, round by round: one bar per round, stacked by part in the given order.
 
 import { partColour, theme } from "../colour.js";
 import { brief, number, withUnit } from "../format.js";
@@ -9,7 +9,7 @@ import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, pai
 import { linear } from "./scales.js";
 import { firstAt, indexAt } from "./tracks.js";
 
-const TALL = 4; // times the usual round: what is longer is cut off, and told
+const TALL = 4; // times the usual round: longer ones are cut off, with a note
 
 /** Options: {title, unit, axis, height, onRound}; data: {rounds, parts: [{name, values}], flags, note}. */
 export function stackChart(host, options = {}) {
@@ -53,10 +53,10 @@ export function stackChart(host, options = {}) {
   };
 }
 
-/** Stacks know no negative and no missing part: both take no room. */
+/** Stacks have no negative and no missing parts: both take no room. */
 const positive = (value) => (typeof value === "number" && Number.isFinite(value) && value > 0 ? value : 0);
 
-/** The indices to draw: one bar for each pixel, that of the largest round where several share it. */
+/** The indices to draw: one bar per pixel, that of the largest round if several share it. */
 function chosen(state, box) {
   const [from, to] = [firstAt(state.rounds, box.low), firstAt(state.rounds, box.high + 1)];
   if (box.step >= 1) return Array.from({ length: to - from }, (_, at) => from + at);
@@ -97,14 +97,14 @@ function paint(pen, box, state, options, axis, frame) {
   }
 }
 
-/** The few rounds that are so long that all others would lie on the floor: a warm-up, a stall. */
+/** The few rounds that are so long that all others would be flat: a warm-up, a stall. */
 function tall(state, shown) {
   const sizes = shown.map((at) => state.totals[at]).filter((size) => size > 0).sort((a, b) => a - b);
   const found = shown.filter((at) => state.totals[at] > TALL * sizes[sizes.length >> 1]);
   return new Set(found.length <= Math.max(1, shown.length / 10) && shown.length > 2 ? found : []);
 }
 
-/** Two strokes across a bar that goes on beyond the axis, and how far. */
+/** Two strokes across a bar that continues beyond the axis, and how far. */
 function paintCut(pen, box, x, width, text, colours) {
   const [y, half] = [box.y0 + 14, width / 2 + 1];
   for (const lower of [0, 5]) pen.line(x - half, y + lower + 3, x + half, y + lower - 3, { stroke: colours.paper, width: 2 });
@@ -127,7 +127,7 @@ function paintBars(pen, box, state, shown, width, scale, colours) {
   }
 }
 
-/** Names beside the parts of the last bar; a legend where that has no room. */
+/** Names beside the parts of the last bar; a legend if there is no room. */
 function paintNames(pen, box, state, scale, shown, frame, colours) {
   const entries = state.parts.map((part) => ({ name: part.name, colour: part.colour ?? partColour(part.name, colours) }));
   const last = shown.at(-1);

@@ -5,7 +5,7 @@ import { fill, h } from "../dom.js";
 import { colourTable, theme } from "../colour.js";
 import { number, withUnit } from "../format.js";
 
-/** scale: {low, high, kind, log}; `smallest` and `largest` tell of values beyond the ends. */
+/** scale: {low, high, kind, log}; `smallest` and `largest` show values beyond the ends. */
 export function colourStrip(node, scale, { unit, smallest, largest } = {}) {
   const [low, high] = scale.signed ? ends(scale) : [scale.low, scale.high];
   const under = smallest !== null && smallest !== undefined && smallest < low ? "≤ " : "";

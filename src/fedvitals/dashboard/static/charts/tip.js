@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one tooltip of the page: exact values beside the pointer. Built of text nodes, placed without measuring.
+// The page's single tooltip: exact values beside the pointer. Built of text nodes, placed without measuring.
 
 import { fill, h } from "../dom.js";
 import { severityColour, severityRank, SHAPES } from "../colour.js";
@@ -8,11 +8,11 @@ const AWAY = 14; // pixels from the pointer
 let node = null;
 let owner = null;
 
-/** said: {head, rows: [{name, value, colour?, shape?}], foot}. */
+/** Content: {head, rows: [{name, value, colour?, shape?}], foot}. */
 export function showTip(who, clientX, clientY, said) {
   if (!said) return hideTip(who);
   if (!node) {
-    // Those who listen hear the announcer; a second voice would say everything twice.
+    // Screen readers get the announcer; a second voice would say everything twice.
     node = h("div", { class: "chart-tip", "aria-hidden": "true" });
   }
   if (!node.isConnected) document.body.append(node);
@@ -31,7 +31,7 @@ function rows(list) {
   ]));
 }
 
-/** The row that tells a severity, by its shape and its word; none for those who are well. */
+/** The row that shows a severity, by its shape and its word; none without one. */
 export function severityRow(severity) {
   if (!severityRank(severity)) return [];
   return [{ shape: SHAPES[severity], colour: severityColour(severity), name: severity, value: "" }];

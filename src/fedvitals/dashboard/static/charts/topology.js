@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who talks to whom: nodes in the colour and shape of their health, edges as wide as what went over them.
+// Who exchanges messages with whom: nodes in the colour and shape of their health, edges as wide as their traffic.
 
 import { readable, severityColour, severityFill, severityRank, theme } from "../colour.js";
 import { bytes, number, percent } from "../format.js";
@@ -42,7 +42,7 @@ export function topologyPicture(host, options = {}) {
   return {
     frame,
     update({ kind = "star", nodes = [], edges = [], note = "" } = {}) {
-      // The order given is the order of the places, or the picture would jump whenever someone falls ill.
+      // The given order is the order of the positions, or the picture would jump whenever a node's health changes.
       const order = nodes.map((_, at) => at).sort((a, b) => severityRank(nodes[a].health) - severityRank(nodes[b].health));
       const most = edges.reduce((high, edge) => Math.max(high, edge.bytes ?? 0), 0) || 1;
       Object.assign(state, { kind, nodes, order, edges, most, aspect: 0, index: new Map(nodes.map((node, at) => [node.name, at])) });
@@ -54,7 +54,7 @@ export function topologyPicture(host, options = {}) {
   };
 }
 
-/** Places are told in units of the shorter half, so that a circle stays one in whatever box. */
+/** Positions are in units of the shorter half, so that a circle stays one in any box. */
 function stand(state, box) {
   const unit = Math.min(box.rx, box.ry);
   const aspect = [box.rx / unit, box.ry / unit];
@@ -101,7 +101,7 @@ function paintNode(pen, node, { x, y }, size, colours) {
   const ill = severityRank(node.health) > 0;
   const outline = { stroke: colours.paper, width: 2 };
   if (isHub(node)) {
-    // A hub is a ring, in whatever health: the shape inside tells that.
+    // A hub is a ring, whatever its health: the shape inside shows that.
     pen.disc(x, y, size * 0.95, { fill: colours.paper, stroke: ill ? severityColour(node.health) : colours.ink, width: 2 });
     if (ill) shape(pen, node.health, x, y, size, { fill: severityFill(node.health) });
     else pen.disc(x, y, size * 0.4, { fill: colours.ink });

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A course of values as pieces of a line. Missing values part it; where points are denser than pixels, each pixel
+// A series of values as pieces of a line. Missing values split it; where points are denser than pixels, each pixel
 // keeps its first, smallest, largest and last value, so that no spike is lost.
 
-const DENSE = 2; // points in a pixel from which it is summed up
+const DENSE = 2; // points per pixel from which it is summarised
 
-/** The smallest distance between neighbours: what «the next round» means in this course. */
+/** The smallest distance between neighbours: what «the next round» means in this series. */
 export function stride(rounds) {
   let least = Infinity;
   for (let at = 1; at < rounds.length; at += 1) least = Math.min(least, rounds[at] - rounds[at - 1]);
@@ -22,7 +22,7 @@ export function firstAt(rounds, round) {
   return low;
 }
 
-/** The index of the value that holds at a round: that round's own, or the bucket's that it lies in; −1 for none. */
+/** The index of the value for a round: that round's own, or that of its bucket; −1 for none. */
 export function indexAt(rounds, round, reach = 1) {
   const at = firstAt(rounds, round);
   if (rounds[at] === round) return at;
@@ -35,7 +35,7 @@ function oddOf(value) {
   return value === Infinity ? "up" : value === -Infinity ? "down" : null;
 }
 
-/** The runs of indices [from, to] without a gap, within the view and one point beyond; what is odd is told apart. */
+/** The runs of indices [from, to] without a gap, within the view and one point beyond; non-finite ones separately. */
 function unbroken(rounds, values, y, low, high) {
   const [pieces, odd] = [[], []];
   const gap = stride(rounds) * 1.5;
@@ -102,7 +102,7 @@ export function track(rounds, values, { x, y, low, high, step }) {
   return { lines, dots, odd, shown, of };
 }
 
-/** The area between two courses, in pieces; missing on either side is missing. */
+/** The area between two series, in pieces; missing on either side is missing. */
 export function between(rounds, lower, upper, { x, y, low, high, step }) {
   const both = new Float64Array(rounds.length);
   for (let at = 0; at < rounds.length; at += 1) {
@@ -126,7 +126,7 @@ export function between(rounds, lower, upper, { x, y, low, high, step }) {
       at = last + 1;
     }
     if (over.length === 2) {
-      // One round alone is still seen: as wide as its column, at most eight pixels.
+      // A single round is still visible: as wide as its column, at most eight pixels.
       const half = Math.min(4, Math.max(1, step / 2));
       const [px, top, bottom] = [over[0], over[1], under[0][1]];
       return [px - half, top, px + half, top, px + half, bottom, px - half, bottom];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A round as a waterfall: one lane for each node, its parts along the seconds, the critical path outlined. Canvas.
+// A round as a waterfall: one lane per node, its parts along the seconds, the critical path outlined. Canvas.
 
 import { partColour, theme } from "../colour.js";
 import { number, seconds } from "../format.js";
@@ -43,7 +43,7 @@ export function waterfall(host, options = {}) {
     csv: () => csv(state.lanes),
     spot: () => ({ x: frame.box.x(axis.hover ?? 0), y: (state.row + 1) * LANE - frame.box.scroll }),
     key(event) {
-      // Parts are the steps here: ← and → go from one to the next, not by the second.
+      // The steps are parts here: ← and → go from one to the next, not by the second.
       if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return hooks.key(event);
       walk(state, frame, axis, 0, event.key === "ArrowRight" ? 1 : -1);
       frame.say(spoken(state));
@@ -61,7 +61,7 @@ export function waterfall(host, options = {}) {
       axis.roomForNames(lanes.slice(0, 400).reduce((most, lane) => Math.max(most, textWidth(lane.name, textSize(), BOLD)), 0));
       frame.setNote(note);
       if (changed && length > 0) {
-        // Another round has other seconds: there is nothing to keep of the old view.
+        // Another round has other seconds: nothing of the old view can be kept.
         axis.domain = [0, length];
         axis.view = [0, length];
         axis.empty = false;
@@ -92,7 +92,7 @@ function aim(state, box, x, y) {
   state.row = row >= 0 && row < state.lanes.length ? row : -1;
   state.part = null;
   if (state.row < 0 || x === null) return;
-  // A part may be thinner than a pixel: two pixels around it are its own as well.
+  // A part may be thinner than a pixel: two pixels around it belong to it as well.
   const [from, to] = [box.low + (x - 2 - box.x0) / box.step, box.low + (x + 2 - box.x0) / box.step];
   const under = state.lanes[state.row].parts.filter((part) => part.start <= to && part.start + part.seconds >= from);
   const middle = (from + to) / 2;
@@ -145,12 +145,12 @@ function paint(pen, box, state, frame) {
 
 function paintLane(pen, box, lane, y, colours) {
   let [pixel, colourThere] = [-Infinity, null];
-  const path = []; // of the critical parts: neighbours are one stretch, or outlines would hide what they outline
+  const path = []; // of the critical parts: neighbours are merged, or outlines would hide what they outline
   for (const part of lane.parts) {
     const [x0, x1] = [box.x(part.start), box.x(part.start + part.seconds)];
     if (x1 < box.x0 || x0 > box.x1) continue;
     const colour = partColour(part.name, colours);
-    // Many short stretches of one part in one pixel are one stroke.
+    // Many short periods of one part in one pixel are one stroke.
     if (x1 < pixel && colour === colourThere && !part.critical) continue;
     const width = Math.max(1, x1 - x0);
     pen.rect(x0, y + 3, width, LANE - 7, { fill: colour });

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A band of the overview: its name at the left, its pictures on the page's axis, and what they share.
+// A band of the overview: its name at the left, its charts on the page's axis, and what they share.
 
 import { of } from "../api.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
 import { empty } from "./states.js";
 
-export const POINTS = 1000; // of a line; rounds beyond that share buckets
-export const COLUMNS = 600; // of a heat map
+export const POINTS = 1000; // per line; with more rounds, some share a bucket
+export const COLUMNS = 600; // per heat map
 
 /** The frame of a band: `controls` above its pictures. */
 export function bandFrame(name, about, controls, ...hosts) {
@@ -18,7 +18,9 @@ export function bandFrame(name, about, controls, ...hosts) {
   let turn = 0;
   return {
     node,
-    /** Get what fills the band and draw it, unless it was asked for again meanwhile. What fails is told in the band. */
+    /**
+     * Load the band's content and draw it, unless it was requested again in the meantime. Errors are shown in the band.
+     */
     async fill(get, draw) {
       const mine = ++turn;
       try {
@@ -35,7 +37,7 @@ export function bandFrame(name, about, controls, ...hosts) {
   };
 }
 
-/** Asks for one of the shared answers; lists become one parameter for each entry. */
+/** Requests one of the shared answers; lists become one parameter per entry. */
 export function ask(ctx, what, wanted, signal) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(wanted)) {
@@ -44,14 +46,14 @@ export function ask(ctx, what, wanted, signal) {
   return ctx.api.get(`${of(ctx.run, what)}?${query}`, {}, signal);
 }
 
-/** The part of the run that must be asked for again when it is looked at more closely: none while all rounds fit. */
+/** The part of the run to request again when zoomed in: none while all rounds fit. */
 export function closer(axis, most) {
   const [first, last] = axis.domain;
   if (last - first < most || axis.whole) return {};
   return { from: axis.view[0], to: axis.view[1] };
 }
 
-/** What is said where not every round has a point of its own. */
+/** The note if not every round has a point of its own. */
 export function shownOf(shown, total) {
   const joined = Math.ceil(total / Math.max(1, shown));
   return joined > 1 ? `1 of ${joined} points shown, extremes kept` : "";
@@ -70,7 +72,7 @@ export function lineOf(one, more) {
   };
 }
 
-/** The federation's own line; none where only clients have the sign, since their band says it all. */
+/** The federation's own line; none if only clients have the sign, since their band shows it. */
 export function globalLine(one) {
   return one.total && one.of !== "median client" ? [lineOf(one, { name: "global model", index: 0 })] : [];
 }
@@ -80,7 +82,7 @@ export function clientLines(run, found, lines) {
   return found.filter((one) => one.total).map((one) => lineOf(one, { href: runLink(run, "clients", one.node), index: 1 + lines.indexOf(one.node) }));
 }
 
-/** A select that keeps a choice in the address. */
+/** A select that keeps its value in the address. */
 export function chooser(ctx, label, parameter) {
   const select = h("select", { class: "field", on: { change: () => ctx.params.set({ [parameter]: select.value }, { push: true }) } });
   const node = h("label", { class: "field-label" }, label, select);
@@ -102,7 +104,7 @@ export function chooser(ctx, label, parameter) {
   };
 }
 
-/** One chart in a place, made anew when what it is made with changes (its unit, its colours). */
+/** One chart in a place, recreated when its settings change (its unit, its colours). */
 export function remade(host, make) {
   let chart = null;
   let made = "";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clients: one vital sign of everybody over the rounds. Who is in trouble comes first, then who is unlike the others.
+// Clients: one vital sign of all over the rounds. Those in trouble come first, then those unlike the others.
 
 import { decodeGrid } from "../api.js";
 import { heatMap } from "../charts/heatmap.js";
@@ -10,7 +10,7 @@ import { ask, bandFrame, chooser, closer, COLUMNS, remade, shownOf } from "./ban
 import { signGroups, signWords } from "./sign_words.js";
 import { empty } from "./states.js";
 
-const ROWS = 300; // clients in this picture, the worst; the page of the clients has all
+const ROWS = 300; // clients in this chart, the worst; the clients' page has all
 const SORTS = [["worst", "worst first"], ["value", "largest first"], ["name", "by name"]];
 const ORDER = { worst: "in trouble, then furthest from the others", value: "largest mean first", name: "by name" };
 
@@ -53,7 +53,7 @@ export function clientBand(ctx, axis) {
     }
   }
 
-  let usual = null; // what is shown unless a person chooses: asked for once, so that a picture stays what it was
+  let usual = null; // shown unless the user chooses: requested once, so that a chart does not change
 
   return {
     node: frame.node,

@@ -9,15 +9,15 @@ import { go, link, runLink } from "../params.js";
 import { ask, bandFrame, chooser, clientLines, closer, COLUMNS, globalLine, POINTS, remade, shownOf } from "./band.js";
 import { empty } from "./states.js";
 
-const HEIGHT = 280; // pixels of the map; of very deep models it scrolls
-const FIRST = ["gradient", "update", "weight", "activation"]; // families, in the order in which one would look
-const USUAL = ["l2", "norm_mean", "cosine_mean", "dead_fraction"]; // their statistics
+const HEIGHT = 280; // height of the map in pixels; for very deep models it scrolls
+const FIRST = ["gradient", "update", "weight", "activation"]; // families, in the order of interest
+const USUAL = ["l2", "norm_mean", "cosine_mean", "dead_fraction"]; // their default statistics
 const WORDS = {
   l2: "L2 norm", rms: "root mean square", absmax: "largest magnitude", mean_magnitude: "mean magnitude", std: "standard deviation",
   sum_squares: "sum of squares", sum_magnitudes: "sum of magnitudes", norm_mean: "mean step norm", norm_max: "largest step norm",
   dead_fraction: "share of dead units", saturated_fraction: "share of saturated units", sign_diversity: "sign diversity",
 };
-// Sizes spread over powers of ten; shares and cosines do not.
+// Sizes range over powers of ten; shares and cosines do not.
 const LOG = new Set(["l2", "rms", "absmax", "mean_magnitude", "std", "sum_squares", "sum_magnitudes", "norm_mean", "norm_max", "norm_sum", "norm_last"]);
 const SIGNED = new Set(["mean", "sum", "min", "max", "cosine_mean", "cosine_previous"]);
 
@@ -37,7 +37,7 @@ export function layerBand(ctx, axis) {
     onRound: (round) => go(runLink(ctx.run, "rounds", round)),
   });
 
-  let usual = null; // family and statistic unless a person chooses: asked for once, so that a picture stays what it was
+  let usual = null; // family and statistic unless the user chooses: requested once, so that a chart does not change
 
   function chosen(now) {
     const names = now.families.map((one) => one.name);

@@ -40,7 +40,7 @@ export function learningBand(ctx, axis) {
   return {
     node: frame.node,
 
-    /** The first thing that is shown: one small answer. */
+    /** The first content that is shown: one small answer. */
     load: (signal) => ask(ctx, "series", { names: ["accuracy", "loss"], points: POINTS, ...closer(axis, POINTS) }, signal),
 
     show([first, second], now) {
@@ -69,7 +69,7 @@ export function learningBand(ctx, axis) {
   };
 }
 
-/** How many clients are behind the band, where they are not all; and how much was joined. */
+/** How many clients are behind the band, if not all; and how much was joined. */
 function noteOf(cohort, shared) {
   if (!cohort?.rounds.length) return "";
   const most = Math.max(...cohort.clients);

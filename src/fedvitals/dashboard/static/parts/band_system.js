@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// System: what each round's time went to, and how many bytes went over the wire.
+// System: where each round's time went, and how many bytes were transferred.
 
 import { lineChart } from "../charts/lines.js";
 import { stackChart } from "../charts/stack.js";

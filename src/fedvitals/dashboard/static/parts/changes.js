@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What would make the rounds shorter: remedies with their price, and the table of what would have been.
+// What would make the rounds shorter: remedies with their costs, and the what-if table.
 
 import { fill, h } from "../dom.js";
 import { percent, seconds } from "../format.js";

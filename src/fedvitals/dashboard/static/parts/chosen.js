@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several runs in one parameter of the address. Ids are people's own: each is escaped before a comma joins them.
+// Several runs in one parameter of the address. Users choose ids: each is escaped before a comma joins them.
 
 import { link } from "../params.js";
 import { addressOf } from "../root.js";
@@ -10,7 +10,7 @@ function unescaped(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // written by hand, with a percent sign of its own
+    return text; // written by hand, with its own percent sign
   }
 }
 

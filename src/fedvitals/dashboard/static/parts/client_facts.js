@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of one client beside its courses: what was found, what it reported of its data, what happened to it.
+// What is known of one client besides its signs: findings, what it reported of its data, events.
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
@@ -11,7 +11,7 @@ export function panel(name, ...children) {
   return h("section", { class: "panel", "aria-label": name }, h("h2", { text: name }), children);
 }
 
-/** Its findings, worst first, each with where its evidence is. */
+/** Its findings, worst first, each with a link to its evidence. */
 export function caseList(run) {
   const list = h("ul", { class: "client-cases" });
   return {
@@ -36,7 +36,7 @@ export function caseList(run) {
   };
 }
 
-/** The numbers that a finding rests on, beside what is usual. */
+/** The numbers behind a finding, with the usual ones. */
 export function numbersTable(numbers) {
   if (!numbers.length) return null;
   return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "Evidence of the finding" }),
@@ -68,7 +68,7 @@ export function labelBars(labels) {
 
 const LEVELS = { error: "sev-critical", critical: "sev-critical", warning: "sev-warning" };
 
-/** What happened to it; a traceback is text, and opens on demand. */
+/** Its events; a traceback is text, and opens on demand. */
 export function eventList(run, events) {
   return h("ul", { class: "event-list" }, events.map((one) => h("li", {},
     h("span", { class: "muted small nowrap", text: one.at === null ? "" : when(one.at) }), " ",

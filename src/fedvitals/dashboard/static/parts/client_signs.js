@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A client's vital signs, each as its line over the band of its cohort, all on one axis: what its finding rests on
-// first, then the most deviating.
-// The order stays as it was when the page opened: new rounds must not move what a person looks at.
+// A client's vital signs, each as its line over the band of its cohort, all on one axis: those behind its finding
+// first, then the most deviating. The order stays as it was when the page opened: new rounds must not move what the
+// user is looking at.
 
 import { signWords } from "./sign_words.js";
 import { lineChart } from "../charts/index.js";
@@ -11,9 +11,9 @@ import { go, runLink } from "../params.js";
 import { ask, lineOf, POINTS } from "./band.js";
 
 const FAR = 3.5; // σ from the other clients' median
-const AT_ONCE = 3; // bands that are asked for at the same time
+const AT_ONCE = 3; // bands requested at the same time
 const HEIGHT = 128;
-const FIRST = 8; // signs that are shown unless somebody asks for all
+const FIRST = 8; // signs shown unless the user asks for all
 
 export function clientSigns(ctx, axis, node) {
   const grid = h("div", { class: "sign-grid" });
@@ -27,7 +27,7 @@ export function clientSigns(ctx, axis, node) {
     }
     fetchBands();
   }, { rootMargin: "400px" });
-  const order = []; // of names, as they first came
+  const order = []; // of names, as they first arrived
   let flags = [];
   let busy = 0;
 
@@ -54,7 +54,7 @@ export function clientSigns(ctx, axis, node) {
     cell.host.classList.toggle("far", sign.evidence || sign.odd || Math.abs(sign.z ?? 0) >= FAR);
   }
 
-  /** Bands of the signs in sight, a few at a time: of a thousand clients each is half a million numbers. */
+  /** Bands of the visible signs, a few at a time: with a thousand clients each is half a million numbers. */
   async function fetchBands() {
     const next = [...cells.values()].find((cell) => cell.inSight && cell.asked !== cell.wanted);
     if (!next || busy >= AT_ONCE || ctx.signal.aborted) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of clients: sorted on the server, a page at a time, so that ten thousand are as quick as ten.
+// The table of clients: sorted on the server, a page at a time, so that ten thousand are as fast as ten.
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
@@ -9,10 +9,10 @@ import { labelOf, nameOf } from "./who.js";
 
 export const PAGE = 100; // rows
 const WORDS = { critical: "critical", warning: "warning", note: "note" };
-const OFTEN = 0.05; // share of its calls from which failures are emphasised
-const FAR = 3.5; // deviations from which a score is emphasised; see diagnosis/evidence/outlier_ranking.py
+const OFTEN = 0.05; // share of its calls from which failures are highlighted
+const FAR = 3.5; // deviations from which a score is highlighted; see diagnosis/evidence/outlier_ranking.py
 
-// key of the server's sort, heading, what it says when one waits over it, whether the largest is looked for first
+// key of the server's sort, heading, tooltip, whether the largest comes first
 const COLUMNS = [
   ["worst", "health", "Its worst finding that is open", false],
   ["name", "client", "Name", false],
@@ -29,7 +29,7 @@ const COLUMNS = [
   ["failures", "failures", "Times it was asked and nothing of use came", true, true],
 ];
 
-/** choose(node): a person points at a row; sort(key, descending): at a heading. */
+/** choose(node): the user selects a row; sort(key, descending): a heading. */
 export function clientTable(ctx, { choose, sort }) {
   const body = h("tbody", {});
   const heads = COLUMNS.map(([key, text, about, , numeric]) => {
@@ -102,7 +102,7 @@ function update(node, run, row, chosen) {
 }
 
 function health(row) {
-  if (row.severity === null) return h("span", { class: "muted", text: "no finding" }); // not «well»: the run may not be judged in full
+  if (row.severity === null) return h("span", { class: "muted", text: "no finding" }); // not «well»: the run may not have been judged in full
   return h("span", { class: `sev-${row.severity}` },
     h("span", { "aria-hidden": "true", text: `${SHAPES[row.severity] ?? "·"} ` }), WORDS[row.severity] ?? row.severity,
     h("span", { class: "muted small", text: ` ${row.cases[0]?.sure ?? ""}` }));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a comparison tells in tables: figures with their differences, findings side by side, settings.
+// The tables of a comparison: figures with their differences, findings side by side, settings.
 
 import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
@@ -17,7 +17,7 @@ function shown(value, unit) {
   return withUnit(value, unit);
 }
 
-/** By how much, in the unit that people say it in: points of a share, rounds, else per cent. */
+/** By how much, in the usual unit: points of a share, rounds, else per cent. */
 export function sizeOf(change, unit) {
   if (change.difference === 0) return "same";
   if (unit === "share") return signed(100 * change.difference, `${THIN}points`);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rounds cost besides time: memory by what it is for, bytes on the wire, the machine.
+// What the rounds cost besides time: memory by purpose, bytes transferred, the machine.
 
 import { bars, lineChart } from "../charts/index.js";
 import { fill, h } from "../dom.js";
@@ -8,7 +8,7 @@ import { runLink } from "../params.js";
 import { rowTable } from "./rows.js";
 import { empty } from "./states.js";
 
-const GROWS = new Set(["memory.resident", "memory.cuda_allocated", "memory.cuda_reserved"]); // of these a growth means something
+const GROWS = new Set(["memory.resident", "memory.cuda_allocated", "memory.cuda_reserved"]); // a growth of these is meaningful
 
 function whose(run, node) {
   return node === null ? "the whole run" : h("a", { href: runLink(run, "clients", node), text: node });
@@ -108,7 +108,7 @@ export function machinePanel() {
   };
 }
 
-/** Up and down in the colours that they have on the overview. */
+/** Up and down in the colours that they have in the overview. */
 const TRAFFIC = [2, 5];
 
 function lineOf(course, index) {

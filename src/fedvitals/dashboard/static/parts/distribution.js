@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the values of one layer's gradient were spread, round by round: ridges where the shape is known.
+// How the values of one layer's gradient were distributed, round by round: ridges if the shape is known.
 
 import { of } from "../api.js";
 import { lineChart, ridgelines } from "../charts/index.js";

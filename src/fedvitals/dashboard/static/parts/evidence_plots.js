@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pictures behind a finding, on one axis: the suspect over its cohort, flags where it was seen, and how sure it was.
+// The charts behind a finding, on one axis: the suspect over its cohort, flags where it was seen, and its confidence.
 
 import { lineChart } from "../charts/lines.js";
 import { h, keyed } from "../dom.js";
@@ -52,13 +52,13 @@ export function evidencePlots(axis, onRound) {
   };
 }
 
-/** A formula such as «cos(d_i, …)» or «α/r» keeps its small letter. */
+/** A formula such as «cos(d_i, …)» or «α/r» keeps its lower-case letter. */
 function sentence(text) {
   const begun = /^[a-z]+[ ,.]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
   return begun.endsWith(".") ? begun : `${begun}.`;
 }
 
-/** Neighbouring rounds in which it was seen are one flag. */
+/** Neighbouring rounds in which it was seen share one flag. */
 function seenFlags(one, { seen, since }) {
   const flags = [];
   for (const round of seen) {
@@ -70,7 +70,7 @@ function seenFlags(one, { seen, since }) {
   return flags;
 }
 
-/** Who the band is: a suspect is not among the others. */
+/** The members of the band: a suspect is not among the others. */
 const others = (plot) => (plot.lines.some((line) => line.node !== null) ? "other clients" : "clients");
 
 function noteOf(plot) {

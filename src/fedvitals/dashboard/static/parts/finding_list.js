@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Findings in short, worst first: shape, what and where, since when, how sure. Muted ones are counted, not listed.
+// Findings in brief, worst first: shape, what and where, since when, how sure. Muted ones are counted, not listed.
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a person says of a finding: «I know», or «do not count it», with a reason. Kept in the store for everybody.
+// The user's marks of a finding: «I know», or «do not count it», with a reason. Kept in the store for everybody.
 
 import { access, changing } from "../access.js";
 import { of } from "../api.js";
@@ -7,7 +7,7 @@ import { announce, fill, h } from "../dom.js";
 
 const LONGEST = 500;
 
-/** Buttons for one finding. They stay as they are while a reason is being typed, whatever comes in meanwhile. */
+/** Buttons for one finding. They stay as they are while a reason is being typed, whatever arrives in the meantime. */
 export function findingMarks(ctx) {
   const buttons = h("span", { class: "row" });
   const trouble = h("span", { class: "sev-critical small", role: "alert" });
@@ -16,7 +16,7 @@ export function findingMarks(ctx) {
   let asking = false;
 
   async function say(method, kind, body, told) {
-    if (!access.changes) return; // by a key: the buttons are disabled, and say why
+    if (!access.changes) return; // by a key: the buttons are disabled, with the reason
     fill(trouble);
     try {
       await ctx.api.send(method, of(ctx.run, "findings", one.key, kind), body);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a finding's page says beside its pictures: numbers, certainty, suspects, actions, the error.
+// The parts of a finding's page besides its charts: numbers, certainty, suspects, actions, the error.
 
 import { h } from "../dom.js";
 import { exactly, number, sure, when, withUnit } from "../format.js";
@@ -56,7 +56,7 @@ export function actionList(actions) {
     one.why && h("div", { class: "small muted", text: one.why }))));
 }
 
-/** The error in its own words, and the traceback as far as privacy let it leave. */
+/** The error's own message, and the traceback as far as privacy let it leave. */
 export function errorBox(error) {
   return [
     h("p", {}, h("span", { class: "muted", text: `${error.event}${error.round === null ? "" : `, round ${error.round}`}: ` }), h("span", { class: "finding-message", text: error.message })),

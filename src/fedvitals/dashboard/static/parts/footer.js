@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The honest edges: what was lost, what measuring cost, what may be seen; on every page of a run.
+// The footer of every page of a run: what was lost, what measuring cost, what may be seen.
 
 import { access, READ_ONLY } from "../access.js";
 import { api } from "../api.js";
@@ -22,7 +22,7 @@ export function footer(node) {
     if (asked) return;
     asked = true;
     api.get(addressOf("/api/store")).then((found) => (store.textContent = `${found.store} · fedvitals ${found.fedvitals}`),
-      () => (asked = false)); // it is only a footer; what is wrong is told above
+      () => (asked = false)); // only a footer: errors are shown above
   }
 
   return {

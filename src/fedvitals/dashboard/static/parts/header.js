@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The line on top: where one is, the other pages of the run, and whether it lives.
+// The header: the current page, the other pages of the run, and whether it is alive.
 
 import { fill, h } from "../dom.js";
 import { bytes, number, seconds } from "../format.js";
@@ -27,11 +27,11 @@ export function header(node) {
   const theme = h("button", { class: "icon-button", "aria-label": "Light or dark", title: "Light or dark (t)", text: "◐", on: { click: changeTheme } });
   const right = h("div", { class: "right" }, connection, facts, shareButton(() => about), theme);
   fill(node, h("div", { class: "top" }, crumbs, pages, right), banner);
-  let lost = null; // since when the server has been silent
+  let lost = null; // since when the server has not answered
   let shown = { links: "", status: null };
   let about = []; // runs that the page is about
 
-  /** The links, made anew only when they differ: focus and the place in a scrolled row stay. */
+  /** The links, recreated only when they differ: focus and scroll position stay. */
   function linksTo(links) {
     const now = JSON.stringify(links);
     if (now === shown.links) return;
@@ -46,7 +46,7 @@ export function header(node) {
   function factsOf(status) {
     if (!status) return fill(facts);
     const rounds = status.last_round === null && status.state === "running" ? "waiting for round 0" : roundCount(status);
-    const silent = lost && status.state !== "finished"; // what it does now nobody here can know
+    const silent = lost && status.state !== "finished"; // its current state cannot be known here
     fill(facts,
       silent ? h("span", { class: "run-state unknown", text: `○ last seen ${lost.toLocaleTimeString([], { hour12: false })}` })
         : h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
@@ -75,7 +75,7 @@ export function header(node) {
       factsOf(status);
     },
 
-    /** Whether the server still tells us what is new. */
+    /** Whether the server still sends updates. */
     connection(kind, data) {
       if (kind === "lost") {
         connection.className = "connection lost";
@@ -102,7 +102,7 @@ function roundCount({ rounds, rounds_planned: planned }) {
   return planned >= rounds ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
 }
 
-/** Of a run that trains: how long it will take, at the mean pace so far. */
+/** For a run that trains: the expected remaining time, at the mean pace so far. */
 function timeLeft({ state, rounds, rounds_planned: planned, seconds: passed }) {
   if (state !== "running" || !rounds || !passed) return null;
   const pace = passed / rounds;

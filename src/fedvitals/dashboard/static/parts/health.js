@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a run is, in a shape, a colour and a word; and how far it got. Never by colour alone.
+// A run's health as a shape, a colour and a word; and its progress. Never by colour alone.
 
 import { h } from "../dom.js";
 import { ago, number, when } from "../format.js";
@@ -17,7 +17,7 @@ export function healthMark(health, findings) {
   return h("span", { class: `health ${colour}` }, h("span", { class: "shape", "aria-hidden": "true", text: shape }), word);
 }
 
-/** «■ 1 ▲ 2 · 3», of what there is. */
+/** «■ 1 ▲ 2 · 3», for the existing ones. */
 export function findingCounts(findings) {
   const kinds = [["critical", "■"], ["warning", "▲"], ["note", "·"]].filter(([kind]) => findings[kind]);
   if (!kinds.length) return [h("span", { class: "muted", text: "none" })];
@@ -25,7 +25,7 @@ export function findingCounts(findings) {
     h("span", { class: "shape", "aria-hidden": "true", text: shape }), number(findings[kind]), h("span", { class: "unseen", text: ` ${kind} ` })));
 }
 
-/** What a run does, in words. */
+/** A run's state, in words. */
 export function stateNow(run, now = Date.now() / 1000) {
   if (run.finished !== null) return { state: "finished", text: "", title: `finished ${when(run.finished)}` };
   const last = run.last_record ?? run.started;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who answered in a round, and one of them against all the others: norms layer by layer, directions, local losses.
+// Who answered in a round, and one client against all others: norms layer by layer, directions, local losses.
 
 import { bars, lineChart, matrix } from "../charts/index.js";
 import { fill, h } from "../dom.js";
@@ -15,7 +15,7 @@ const CELLS = 40; // clients and layers that a picture shows
 const STATES = { used: "✓ used", "left out": "▲ left out", failed: "✕ failed" };
 const SEVERITY = { used: "muted", "left out": "sev-warning", failed: "sev-critical" };
 
-/** What of an update that came is no number, is NaN or infinite. */
+/** The text for a norm that is missing, NaN or infinite. */
 const measured = (row, value) => (value === null && row.state !== "failed" ? "NaN" : number(value));
 
 export function cohortPanel(ctx, choose) {
@@ -23,7 +23,7 @@ export function cohortPanel(ctx, choose) {
   const [said, more, picture] = [h("p", { class: "small muted" }), h("p", { class: "row" }), h("div", {})];
   const table = rowTable([], { key: (row) => row.node, caption: "Who answered in this round" });
   const map = remade(picture, (host, how) => matrix(host, { ...how, colours: "signed", onCell: (row) => choose(row) }));
-  let suspects = []; // of this round: left out unless a person chooses otherwise
+  let suspects = []; // of this round: left out unless the user chooses otherwise
   const dropped = () => (params.get("drop") ? params.list("drop").map(decodeURIComponent) : params.get("keep") === "all" ? [] : suspects);
   function leaveOut(nodes) {
     params.set({ drop: [...new Set(nodes)].map(encodeURIComponent).join(",") || null, keep: nodes.length ? null : "all" });
@@ -79,7 +79,7 @@ export function cohortPanel(ctx, choose) {
   };
 }
 
-/** One client against its cohort. */
+/** One client compared with its cohort. */
 export function clientPanel(ctx, choose) {
   const { run } = ctx;
   const [title, said, directions, norms, losses, body] = [h("h2", {}), h("p", {}), h("p", { class: "small muted" }), h("div", {}), h("div", {}), h("div", { class: "stack" })];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// All rounds of a tape in one strip: what is stored of each, findings above, failures below; drag or ← → to choose one.
+// All rounds of a tape in one strip: what is stored of each, findings above, failures below; drag or ← → to select.
 
 import { fill, h, s } from "../dom.js";
 import { SHAPES } from "../colour.js";
@@ -8,14 +8,14 @@ import { number } from "../format.js";
 
 const HEIGHT = { flags: 18, tape: 26, failures: 13, ticks: 13 };
 const APART = 56; // pixels between two numbers of rounds
-const NEAR = 9; // pixels between two flags under which only the worse is drawn
+const NEAR = 9; // pixels between two flags below which only the worse is drawn
 const RANK = { critical: 3, warning: 2, note: 1 };
 const KINDS = {
   whole: "whole state", again: "run again from the state before", digests: "digests only", damaged: "damaged",
 };
 const PART = { whole: 1, again: 0.5, digests: 0.16, damaged: 1 }; // of the height: never colour alone
 
-/** `choose(round, push)` is called while one drags; `show(index, round)` draws. */
+/** `choose(round, push)` is called while dragging; `show(index, round)` draws. */
 export function scrubber(choose) {
   const strip = h("div", {
     class: "scrub", tabindex: 0, role: "slider", "aria-label": "Round", "aria-orientation": "horizontal",
@@ -140,7 +140,7 @@ export function scrubber(choose) {
   };
 }
 
-/** What is on the tape of one round, in words. */
+/** The content of the tape for one round, in words. */
 export function words(index, at) {
   if (index.kinds[at] === "again") return index.since[at] ? `run again from round ${index.since[at]}` : "run again from the beginning";
   return KINDS[index.kinds[at]];

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state at a round: the model before and after, what was measured, layer by layer; and how to run it again.
+// The state at a round: the model before and after, measurements, layer by layer; and how to run it again.
 
 import { announce, fill, h } from "../dom.js";
 import { exact, exactly, number, percent, seconds, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { rowTable } from "./rows.js";
 
-const FEW = 12; // layers before somebody asks for all
-const UNBROKEN = 32; // letters of a word of a command that stay on one line
-const SHORT = 12; // digits of a digest that tell it from the others
+const FEW = 12; // layers shown unless the user asks for all
+const UNBROKEN = 32; // letters of a command's word that stay on one line
+const SHORT = 12; // digits of a digest that identify it
 
-/** Which bits, in short; all of them for who waits, or copies. */
+/** Which bits, abbreviated; all of them in the tooltip and in a copy. */
 export function digest(text, whole = null) {
   if (text === null) return h("span", { class: "muted", text: "–" });
   return h("code", { class: "digest", title: `${text}${whole === null ? "" : whole ? ": on the tape, whole" : ": its digest only"}`, text: text.slice(0, SHORT) });
@@ -71,7 +71,7 @@ function difference(row) {
   return row.unit === "share" ? `${by > 0 ? "+" : ""}${number(100 * by)} points` : `${by > 0 ? "+" : ""}${withUnit(by, row.unit)}`;
 }
 
-/** What to do with the round outside this page; and what was in force in it. */
+/** What can be done with the round outside this page; and what was in force in it. */
 export function waysPanel(run) {
   const [list, forced, findings] = [h("ul", { class: "plain-list commands" }), h("div", {}), h("ul", { class: "plain-list" })];
   return {
@@ -107,7 +107,7 @@ export function command(text) {
       announce("Copied.");
       button.textContent = "copied";
     } catch {
-      getSelection().selectAllChildren(code); // a page that is not from this machine may not write there
+      getSelection().selectAllChildren(code); // a page from another machine may not write there
       button.textContent = "selected";
     }
     setTimeout(() => (button.textContent = "copy"), 2000);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What if the round had been put together otherwise: without some clients, or by another rule. At once, from the tape.
+// What if the round had been aggregated differently: without some clients, or by another rule. At once, from the tape.
 
 import { of } from "../api.js";
 import { bars } from "../charts/index.js";
@@ -79,7 +79,7 @@ export function whatIfPanel(ctx, cohort) {
   };
 }
 
-/** A standard error or a difference: of shares in points, as people say it. */
+/** A standard error or a difference: in points for shares. */
 const errorOf = (value, unit) => (unit === "share" ? `${number(100 * value)} points` : number(value));
 
 function sentence(answer) {

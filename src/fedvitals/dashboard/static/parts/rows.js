@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plain table of rows that stay where they are when their numbers change.
+// A plain table whose rows stay in place when their numbers change.
 
 import { fill, h, keyed } from "../dom.js";
 import { empty } from "./states.js";
@@ -10,7 +10,7 @@ export function rowTable(columns, { key = (row) => row.node ?? row.name, label, 
   const body = h("tbody", {});
   const none = h("div", { hidden: true });
   const table = h("table", { class: "data rows" }, caption && h("caption", { class: "unseen", text: caption }), h("thead", {}, head), body);
-  // What scrolls must be reachable without a mouse.
+  // Scrollable content must be reachable without a mouse.
   const box = h("div", { class: "scroll-x", tabindex: "0", role: "region", "aria-label": label ?? caption ?? "table" }, table);
   let told = null;
 

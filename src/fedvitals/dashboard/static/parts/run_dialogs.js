@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked before a run goes for good, and where its tags are given and taken.
+// Confirms the deletion of a run, and edits its tags.
 
 import { of } from "../api.js";
 import { announce, fill, h } from "../dom.js";
@@ -7,7 +7,7 @@ import { bytes, number } from "../format.js";
 
 const LONGEST = 40;
 
-/** A dialog that leaves nothing behind; focus goes back to where it was. */
+/** A dialog that leaves nothing behind; focus returns to where it was. */
 function opened(label, ...children) {
   const before = document.activeElement;
   const dialog = h("dialog", { "aria-label": label }, children);
@@ -24,7 +24,7 @@ function trouble(error) {
   return [h("span", { class: "sev-critical", text: error.message }), error.hint && h("span", { class: "muted", text: ` ${error.hint}` })];
 }
 
-/** Says what goes and how much that is; deletes when told so once more. */
+/** Shows what would be deleted and its size; deletes after confirmation. */
 export function deleteDialog(ctx, run, done) {
   const size = h("p", { class: "muted", text: "Counting what it holds …" });
   const said = h("p", { role: "alert" });
@@ -55,7 +55,7 @@ export function deleteDialog(ctx, run, done) {
   }
 }
 
-/** Tags of a run: a word and Enter gives one, a click takes one. */
+/** Tags of a run: a word and Enter adds one, a click removes one. */
 export function tagDialog(ctx, run, known, done) {
   let tags = run.tags;
   const list = h("div", { class: "row", "aria-live": "polite" });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finds a run to add, among as many as there are.
+// Finds a run to add, among any number of runs.
 
 import { fill, h } from "../dom.js";
 import { ago, number } from "../format.js";
@@ -7,7 +7,7 @@ import { addressOf } from "../root.js";
 import { healthMark } from "./health.js";
 
 const SHOWN = 8;
-const WAIT = 150; // ms after the last letter
+const WAIT = 150; // ms after the last keystroke
 
 export function runPicker(ctx, add) {
   let typed = null;

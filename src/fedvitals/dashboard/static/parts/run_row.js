@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One run in the list. What it was made of stays and gets new words: focus and selection survive every change.
+// One run in the list. Its elements stay and get new text: focus and selection survive every change.
 
 import { changing } from "../access.js";
 import { sparkline } from "../charts/sparkline.js";

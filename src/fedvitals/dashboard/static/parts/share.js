@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// «Share», on every page: its address, a picture of it, and the report on what it is about.
+// «Share», on every page: its address, a picture of it, and the report on its run.
 
 import { api } from "../api.js";
 import { fileName, save } from "../charts/download.js";
@@ -11,7 +11,7 @@ import { addressOf } from "../root.js";
 
 const SHOWN_MS = 6000;
 
-/** `runs()`: the ids that the page is about; none: there is no report on it. */
+/** `runs()`: the ids that the page is about; if none, there is no report. */
 export function shareButton(runs) {
   const button = h("button", { type: "button", class: "share-button", text: "share", title: "Report, link or picture of this page" });
   const said = h("span", { class: "share-said muted", role: "status" });
@@ -25,7 +25,7 @@ export function shareButton(runs) {
     if (!stays) gone = setTimeout(() => { said.textContent = ""; }, SHOWN_MS);
   }
 
-  /** Does the work, and says how it went. */
+  /** Does the work, and shows the outcome. */
   async function attempt(before, work, after) {
     say(before, true);
     try {
@@ -58,7 +58,9 @@ export function shareButton(runs) {
   return node;
 }
 
-/** On an address without encryption browsers have no clipboard: then the link is shown, chosen, to be copied by hand. */
+/**
+ * On an address without encryption browsers have no clipboard: then the link is shown, selected, to be copied by hand.
+ */
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = h("input", { class: "field", value: text, readonly: true, "aria-label": "Link to this view" });

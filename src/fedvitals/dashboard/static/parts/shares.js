@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a whole is made of, as one bar: parts in their own colours, in their order, with their words below.
+// The composition of a whole as one bar: parts in their own colours, in order, with their labels below.
 
 import { onTheme, partColour } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { exact, percent } from "../format.js";
 
-const LEAST = 0.005; // of the whole: smaller parts are in the bar, not in the words
+const LEAST = 0.005; // of the whole: smaller parts are in the bar, but not labelled
 
 /** `show(title, total, [{name, seconds, share}])`. */
 export function shareBar() {

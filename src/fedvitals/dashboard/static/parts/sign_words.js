@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The name of a vital sign, the same in every list and over every picture.
 
-/** A sign's name for people; its id where it has none. */
+/** A sign's name for users; its id if it has none. */
 export function signWords(known, name) {
   return known?.title || name;
 }

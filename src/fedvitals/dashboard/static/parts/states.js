@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What stands where data will be, where there is none, and where something broke.
+// Placeholders: for data to come, for missing data, and for errors.
 
 import { h, words } from "../dom.js";
 import { addressOf } from "../root.js";
@@ -24,7 +24,7 @@ export function nothing(title, why, onward, code) {
     onward && h("p", {}, h("a", { class: "button", href: onward.href, text: onward.text })));
 }
 
-/** No run yet: the lines that would make one. */
+/** No run yet: the commands that would create one. */
 nothing.runs = (store) =>
   nothing("No run yet.", `The store ${store} waits for its first run. These lines around your training fill it; ` +
     "this page notices by itself. Or see a ready federation with a faulty client: `fedvitals demo`.", null, LINES);
@@ -34,7 +34,7 @@ nothing.store = (error, retry) =>
     h("pre", { class: "code", tabindex: "0", "aria-label": "Code" }, h("code", { text: LINES })),
     h("p", {}, h("button", { class: "button", text: "Look again", on: { click: retry } })));
 
-/** Something failed: what, since when, what still works, and once more. */
+/** An error: what, since when, what still works, and a retry. */
 export function broken(error, retry) {
   const here = error.status === undefined;
   return h("section", { class: "state", role: "alert" },

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who determined rounds: how often, by how much, through what, and how it went over the rounds.
+// The clients that determined rounds: how often, by how much, through what, and over the rounds.
 
 import { sparkline } from "../charts/index.js";
 import { h } from "../dom.js";

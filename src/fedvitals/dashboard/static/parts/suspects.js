@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who is suspected, and how strongly. One click lays a suspect's own lines over the cohort; its name leads to its page.
+// The suspects, and how strongly. A click draws a suspect's own lines over the cohort; its name leads to its page.
 
 import { fill, h, keyed } from "../dom.js";
 import { runLink } from "../params.js";
@@ -7,7 +7,7 @@ import { labelOf, nameOf } from "./who.js";
 
 const SHOWN = 10;
 
-/** choose(node|null): a person wants to see this client in all pictures. */
+/** choose(node|null): the user wants to see this client in all charts. */
 export function suspectList(choose) {
   const list = h("ul", { class: "suspect-list" });
   const rest = h("p", { class: "small muted" });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The verdict: one sentence on top of a run, how it was told and where to go from there.
+// The verdict: one sentence on top of a run, its evidence and links to more.
 
 import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
@@ -31,10 +31,10 @@ export function verdictBox() {
 
   return {
     node,
-    /** `severity`: of the case behind it; a run with warnings only is marked as in the list of runs. */
+    /** `severity`: of the case behind it; a run with only warnings is marked as in the list of runs. */
     show(run, verdict, severity = null) {
       const now = JSON.stringify([run, verdict, severity]);
-      if (now === said) return; // what has not changed is not read out again
+      if (now === said) return; // unchanged text is not read out again
       said = now;
       const [word, usual, hue] = STATES[verdict.state] ?? STATES.unjudged;
       const partly = verdict.state === "unjudged" && verdict.headline.startsWith(PARTLY);
@@ -59,7 +59,7 @@ export function verdictBox() {
   };
 }
 
-/** «Healthy.» and «No findings» are said by the mark beside it already. */
+/** «Healthy.» and «No findings» are shown by the mark beside it already. */
 function plain(headline, state) {
   const word = { healthy: "Healthy. ", unjudged: PARTLY }[state];
   if (!word || !headline.startsWith(word)) return headline;

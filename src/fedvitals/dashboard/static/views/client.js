@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One client: broken or only different? The verdict, its signs against the cohort, its layers, its time, what happened.
+// One client: broken or only different? The verdict, its signs against the cohort, its layers, its time, its events.
 
 import { decodeGrid, of } from "../api.js";
 import { Axis, bindAxis, heatMap, stackChart } from "../charts/index.js";
@@ -16,7 +16,7 @@ import { labelOf, nameOf } from "../parts/who.js";
 
 export const title = "Client";
 
-const SLOWER = 1.2; // times the median client's seconds, from which on it is said how many times
+const SLOWER = 1.2; // times the median client's seconds, from which the factor is shown
 
 export function view(root, ctx) {
   const { run, params } = ctx;
@@ -124,7 +124,7 @@ export function view(root, ctx) {
     fill(more, "raw records: ", ["metric", "span", "transfer", "event", "finding"].map((kind, i) => [i ? " · " : "", raw(kind)]));
   }
 
-  /** Warnings and errors in sight; what is there every round, for information, on demand. */
+  /** Warnings and errors are visible; routine information on demand. */
   function foldedEvents(events) {
     const [loud, quiet] = [events.filter((one) => one.level !== "info"), events.filter((one) => one.level === "info")];
     return [
@@ -134,7 +134,7 @@ export function view(root, ctx) {
   }
 }
 
-/** New content only where something has changed: an open traceback stays open. */
+/** New content only after a change: an open traceback stays open. */
 function put(host, data, make) {
   const now = JSON.stringify(data);
   if (host.dataset.now === now) return;
@@ -142,7 +142,7 @@ function put(host, data, make) {
   fill(host, make());
 }
 
-/** Which rounds are looked at: what cannot be read for all of them is read for these. */
+/** The rounds in view: data that cannot be read for all of them are read for these. */
 function looked(axis) {
   return axis.whole ? {} : { from: axis.view[0], to: axis.view[1] };
 }
@@ -178,7 +178,7 @@ function layerPart(ctx, axis, node) {
     } catch (error) {
       if (error.name === "AbortError") return;
       if (error.status === undefined) console.error(error);
-      // A statistic of another family, out of an address: the family's own first one will do.
+      // A statistic of another family, from an address: the family's own first one is used.
       if (error.status === 422 && (wanted.family || wanted.statistic)) ctx.params.set({ family: null, statistic: null });
       else fill(none, empty("The layers could not be drawn.", error.message));
     }
@@ -224,7 +224,7 @@ function timePart(ctx, axis, node) {
   };
 }
 
-/** Its newest round against the median client's. */
+/** Its newest round compared with the median client's. */
 function compared(data) {
   const [own, usual, round] = [data.own.at(-1), data.median.at(-1), data.rounds.at(-1)];
   if (own === null || own === undefined) return "";

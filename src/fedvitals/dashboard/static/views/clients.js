@@ -12,7 +12,7 @@ import { signGroups, signWords } from "../parts/sign_words.js";
 import { empty } from "../parts/states.js";
 
 export const title = "Clients";
-const ROWS = 2000; // clients in the picture: the most that one answer holds
+const ROWS = 2000; // clients in the chart: the most that one answer holds
 const HEALTH = [["", "all"], ["ill", "with findings"], ["critical", "critical"], ["warning", "warning"], ["note", "note"], ["well", "without a finding"], ["failed", "that failed"]];
 const SORTS = [["worst", "worst first"], ["value", "largest first"], ["name", "by name"]];
 

@@ -95,7 +95,7 @@ export function view(root, ctx) {
     const wanted = [...data.pictures.map((one) => [one.name, one]), ...data.differences.map((one) => [`difference.${one.name}`, one])];
     const rounds = data.pictures.flatMap((one) => one.lines.flatMap((line) => [line.rounds[0], line.rounds.at(-1)])).filter(Number.isFinite);
     if (rounds.length) {
-      axis.empty ||= axis.whole; // a longer run may have been taken out
+      axis.empty ||= axis.whole; // a longer run may have been removed
       axis.extend(Math.min(...rounds), Math.max(...rounds));
       unbind ??= bindAxis(axis, params);
     }
@@ -130,13 +130,13 @@ function series(line, names, colours) {
   return { name: names.get(line.letter), colour: colours.get(line.letter), rounds: line.rounds, values: line.values, low: apart ? line.low : null, high: apart ? line.high : null };
 }
 
-/** The baseline itself, from which differences are told: zero, as far as any of them goes. */
+/** The baseline itself, from which differences are measured: zero, over the longest of the runs. */
 function level(letter, lines, names, colours) {
   const rounds = lines.flatMap((line) => [line.rounds[0], line.rounds.at(-1)]).filter(Number.isFinite);
   return { name: names.get(letter), colour: colours.get(letter), dash: true, rounds: [Math.min(...rounds), Math.max(...rounds)], values: [0, 0] };
 }
 
-/** Sides with their colours: those of the runs' places in the address, so that a new baseline changes no colour. */
+/** Sides with their colours: those of the runs' positions in the address, so that a new baseline changes no colour. */
 function arranged(data, runs) {
   const means = (side, run) => side.runs.includes(run) || side.name === run || side.runs.some((id) => id.startsWith(run));
   const sides = data.sides.map((side) => ({ ...side, asked: runs.filter((run) => means(side, run)) }));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One finding: «can I trust it?» What it rests on, how sure it is, what would prove it wrong, what to do about it.
+// One finding: «can I trust it?» Its evidence, how sure it is, what would prove it wrong, what to do about it.
 
 import { of } from "../api.js";
 import { Axis, bindAxis } from "../charts/axis.js";
@@ -41,7 +41,7 @@ export function view(root, ctx) {
   plots.node.prepend(trouble);
   let [told, accused] = ["", []];
 
-  /** The pictures come after the words: they take longer to make. */
+  /** The charts follow the text: they take longer to compute. */
   async function picture(one) {
     try {
       const evidence = await ctx.api.get(of(run, "findings", key, "evidence"), {}, ctx.signal);
@@ -103,13 +103,13 @@ function section(id, name, body) {
   return h("section", { class: "panel", id, "aria-label": name }, h("h2", { text: name }), body);
 }
 
-/** Fills a section, which is not shown where there is nothing to say. */
+/** Fills a section, which is hidden if it has no content. */
 function part(body, content) {
   fill(body, content || null);
   body.closest("section").hidden = !content;
 }
 
-/** To the round in which it began, and to whom it is about: there every part of it can be looked at, and run again. */
+/** Links to the round in which it began, and to its node: there every part can be examined, and run again. */
 function replayOf(run, one, suspects) {
   const round = one.since ?? one.first ?? one.last;
   const node = one.node ?? suspects[0]?.node ?? null;

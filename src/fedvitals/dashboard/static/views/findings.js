@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Findings: every trouble of a run once, what is there now and worst first. Acknowledge, mute, or open one.
+// Findings: every trouble of a run once, current ones and worst first. Acknowledge, mute, or open one.
 
 import { of } from "../api.js";
 import { sparkline } from "../charts/sparkline.js";
@@ -15,7 +15,7 @@ export const title = "Findings";
 const STATES = ["all", "open", "past", "acknowledged", "muted"];
 const PAGE = 50;
 const MOST = 500;
-const PATIENCE = 250; // ms after the last key, before a word is looked for
+const PATIENCE = 250; // ms after the last keystroke before a search
 
 export function view(root, ctx) {
   const { run, params } = ctx;
@@ -118,7 +118,7 @@ function update(node, one) {
     h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }
 
-/** Whether the title would say the sentence again; a user's own issue has only its code for a title. */
+/** Whether the title would repeat the sentence; a user-defined issue only has its code as a title. */
 const repeated = (one) => one.title === one.issue || one.sentence.startsWith(one.title);
 
 // -- filters ----------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ export function view(root, ctx) {
       const lines = await Promise.all(found.scales.map(async (one) => {
         if (!one.measured) return null;
         const band = await ask(ctx, "band", { sign: one.name, ...near }, signal);
-        const own = chosen || !band.rounds.length; // where only the federation tells it, its line is all there is
+        const own = chosen || !band.rounds.length; // if only the federation reports it, its line is all there is
         return { band, series: own ? await ask(ctx, "series", { names: [one.name], nodes: chosen ? [chosen] : [], ...near }, signal) : [] };
       }));
       return { found, spread, lines };
@@ -176,12 +176,12 @@ export function view(root, ctx) {
   };
 }
 
-/** Early rounds light, late ones dark; on dark paper the other way round, so that the newest stands out. */
+/** Early rounds light, late ones dark; the other way round in dark mode, so that the newest stands out. */
 function age(share) {
   return theme().dark ? mapColour(0.3 + 0.7 * share) : mapColour(0.85 - 0.8 * share);
 }
 
-/** Names without what all of them begin or end with: «block0.conv.weight» … is «block0» … */
+/** Names without their common beginning or end: «block0.conv.weight» … is «block0» … */
 function shortened(names) {
   const parts = names.map((name) => name.split("."));
   const same = (at) => parts.every((one) => one.length > 1 && one.at(at) === parts[0].at(at));

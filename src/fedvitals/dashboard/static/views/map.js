@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who behaves alike: the updates of a round as points, near where their directions are alike, and as a matrix.
+// Who behaves alike: the updates of a round as points, close together if their directions are similar, and as a matrix.
 
 import { decodeGrid, of } from "../api.js";
 import { matrix, scatter } from "../charts/index.js";
@@ -11,9 +11,9 @@ import { chooser, remade } from "../parts/band.js";
 import { nothing } from "../parts/states.js";
 
 export const title = "Map";
-const SAMPLE = 5; // rounds, spread over the run, that tell how far the plane reaches
-const PADDING = 0.08; // of that reach, at each side
-const MANY = 1000; // clients from which that would be slow: then the plane grows with what was seen
+const SAMPLE = 5; // rounds, spread over the run, that determine the extent of the plane
+const PADDING = 0.08; // of that extent, at each side
+const MANY = 1000; // clients from which that would be slow: then the plane grows with the rounds viewed
 const KEEP = `monitor = fv.Monitor("runs.db", privacy=3, probes="standard")`;
 
 export function view(root, ctx) {
@@ -56,9 +56,9 @@ export function view(root, ctx) {
   }, { label: text });
 
   const get = (round, signal, node = null) => ctx.api.get(of(run, "map"), { round, node, plane: params.get("plane") }, signal);
-  let known = null; // {plane, reach, order}: what all rounds of the run share, so that they can be compared
+  let known = null; // {plane, reach, order}: shared by all rounds of the run, so that they can be compared
 
-  /** How far the points of the run lie, and the order of its newest round: asked for once, then kept. */
+  /** The extent of the run's points, and the order of its newest round: requested once, then kept. */
   async function shared(data, signal) {
     const plane = params.get("plane", "run");
     if (known?.plane === plane || data.round === null) return;
@@ -151,7 +151,7 @@ export function view(root, ctx) {
   }
 }
 
-/** The plane as wide as all points that were seen need it. */
+/** The plane as wide as all points seen so far need. */
 function widen(known, points) {
   for (const name of ["x", "y"]) {
     const before = known.reach?.[name] ?? [0, 0];
@@ -166,7 +166,7 @@ function padded(reach) {
 
 const decoded = (similarity) => ({ ...similarity, values: decodeGrid({ values: similarity.values, state: "" }).values });
 
-/** The matrix in the order of the run; who is not in it comes last, as they are. */
+/** The matrix in the order of the run; clients that are not in it come last. */
 function inOrder(shown, order) {
   const place = new Map(order.map((name, at) => [name, at]));
   const from = shown.names.map((_, at) => at).sort((a, b) => (place.get(shown.names[a]) ?? Infinity) - (place.get(shown.names[b]) ?? Infinity) || a - b);
@@ -176,7 +176,7 @@ function inOrder(shown, order) {
   return { ...shown, names: from.map((at) => shown.names[at]), values };
 }
 
-/** What nearly all cosines lie within, but for everybody's with itself: the ends of the colours. */
+/** The range of nearly all cosines, except those of a client with itself: the ends of the colours. */
 function largest(values, count) {
   const sizes = values.filter((_, at) => Math.floor(at / count) !== at % count).map(Math.abs).sort();
   return sizes.length ? Math.max(0.1, sizes[Math.floor(0.98 * (sizes.length - 1))]) : 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The overview of a run, read like a patient's chart: the verdict, the vital signs on one axis, the suspects beside.
-// The verdict and what was learnt come first; the heat maps follow as they arrive.
+// The verdict and the learning curves come first; the heat maps follow as they arrive.
 
 import { of } from "../api.js";
 import { Axis, bindAxis } from "../charts/axis.js";
@@ -17,8 +17,8 @@ import { suspectList } from "../parts/suspects.js";
 import { verdictBox } from "../parts/verdict.js";
 
 export const title = "Overview";
-const FLAGS = 40; // findings on the axis; of more, the worst
-const LINES = 4; // suspects on top of the cohort: more would be spaghetti
+const FLAGS = 40; // findings on the axis; with more, the worst
+const LINES = 4; // suspects on top of the cohort: more would be unreadable
 
 export function view(root, ctx) {
   const { run, params } = ctx;
@@ -30,7 +30,7 @@ export function view(root, ctx) {
   const bands = [learningBand(ctx, axis), layerBand(ctx, axis), clientBand(ctx, axis), systemBand(ctx, axis)];
   const follow = h("button", { class: "button follow", hidden: true, on: { click: () => axis.reset() } });
   const none = h("div", {});
-  let learning = null; // the sign below the accuracy: asked for once, so that a picture stays what it was
+  let learning = null; // the sign below the accuracy: requested once, so that a chart does not change
   root.append(h("div", { class: "page overview" },
     verdict.node,
     h("aside", { "aria-label": "Findings and suspects" }, findings.node, suspects.node),
@@ -43,7 +43,7 @@ export function view(root, ctx) {
     follow.title = live ? "Show all rounds, and new ones as they come" : "Show all rounds";
   }
   const unlisten = axis.on((what) => what !== "hover" && offerFollow());
-  const untheme = onTheme(() => ctx.refresh?.()); // the colours of clients are given with the data
+  const untheme = onTheme(() => ctx.refresh?.()); // the colours of clients are part of the data
 
   return {
     load(signal) {
@@ -74,7 +74,7 @@ export function view(root, ctx) {
   };
 }
 
-/** Of the case that the verdict speaks of. */
+/** Of the verdict's case. */
 function severityOf({ verdict, cases }) {
   return cases.find((one) => one.key === verdict.key)?.severity ?? null;
 }
@@ -93,7 +93,9 @@ function flagsOf(run, overview) {
     }));
 }
 
-/** Whose own lines are drawn: the most suspected, and whom the person chose. Each keeps its colour in all charts. */
+/**
+ * The clients with their own lines: the most suspected, and the user's selection. Each keeps its colour in all charts.
+ */
 function linesOf(overview, chosen) {
   const suspected = overview.suspects.filter((one) => one.severity !== "note").map((one) => one.node);
   const first = suspected.slice(0, chosen && !suspected.slice(0, LINES).includes(chosen) ? LINES - 1 : LINES);

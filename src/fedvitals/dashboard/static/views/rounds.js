@@ -43,7 +43,9 @@ export function view(root, ctx) {
   let underWay = {};
   const time = stackChart(stack, { title: "round time by phase", unit: "seconds", axis, height: 190, onRound: (round) => go(runLink(run, "rounds", round)) });
 
-  /** What takes longer: a page with its verdict is worth more than a full one later. No two of the same under way. */
+  /**
+   * The slower parts: a page with its verdict now is better than a complete one later. Never two of the same at once.
+   */
   function rest(asked, signal) {
     const key = JSON.stringify(asked);
     if (underWay.key === key) return underWay.promise;
@@ -111,7 +113,7 @@ export function view(root, ctx) {
   };
 }
 
-/** Which rounds the words are about. */
+/** The rounds that the text is about. */
 function windowWords({ window, clock, left_open: open }) {
   const some = window.rounds < window.of;
   const which = window.rounds === 1 ? `round ${window.last}` : `rounds ${window.first} to ${window.last}`;

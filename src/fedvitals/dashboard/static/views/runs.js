@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of my runs is ill? Every run of the store with its health, progress, course and findings.
+// Which of my runs is ill? Every run of the store with its health, progress, sparkline and findings.
 
 import { announce, fill, h, keyed } from "../dom.js";
 import { number } from "../format.js";
@@ -12,14 +12,14 @@ import { addressOf } from "../root.js";
 
 export const title = "Runs";
 const PAGE = 50;
-const WAIT = 150; // ms after the last letter
-const TICK = 30_000; // ms between two looks at the clock
+const WAIT = 150; // ms after the last keystroke
+const TICK = 30_000; // ms between two updates of relative times
 const COLUMNS = [
   ["health", "health", ""], ["name", "run", ""], ["progress", "progress", ""], [null, "trend", ""], ["accuracy", "accuracy", "num"],
   ["findings", "findings", ""], ["duration", "duration", "num more"], ["bytes", "bytes", "num more"], ["clients", "clients", "num more"],
   ["host", "host", "more"], ["started", "started", "num more"],
 ];
-const DOWN = ["accuracy", "findings", "duration", "bytes", "clients", "progress", "started"]; // large first, as on the server
+const DOWN = ["accuracy", "findings", "duration", "bytes", "clients", "progress", "started"]; // largest first, as on the server
 
 export function view(root, ctx) {
   const { params } = ctx;
@@ -114,7 +114,7 @@ export function view(root, ctx) {
   };
 }
 
-/** A column's heading that sorts by it; once more turns it round, a third time leaves it. */
+/** A column's heading that sorts by it; a second click reverses it, a third one resets it. */
 function heading(params, sort, text, kind) {
   const button = sort && h("button", { type: "button", on: { click: turn } });
   const node = h("th", { class: kind || null, scope: "col" }, button ?? text);
@@ -140,7 +140,7 @@ function heading(params, sort, text, kind) {
   };
 }
 
-/** What is shown of all runs, and in which order. */
+/** Which runs are shown, and in which order. */
 function filterBar(params) {
   let typed = null;
   const search = h("input", { class: "field search", type: "search", "aria-label": "Search name, id, tag or host", placeholder: "search name, id, tag, host   /", maxlength: 200, value: params.get("search", ""), on: { input: later } });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Topology: who talks to whom? The federation as it was in a round; who is ill has a colour and a shape.
+// Topology: who exchanges messages with whom? The federation as it was in a round, with the health of nodes.
 
 import { of } from "../api.js";
 import { topologyPicture } from "../charts/index.js";
@@ -85,7 +85,7 @@ export function view(root, ctx) {
   };
 }
 
-/** The nodes that the picture shows. A cluster or a ring is no machine: only an edge of a tree talks for itself. */
+/** The nodes of the picture. A cluster or a ring is no machine: only an edge of a tree has its own messages. */
 function drawn(found) {
   const shown = found.kind === "tree" ? found.nodes : found.nodes.filter((one) => one.role !== "group" || (found.kind === "clusters" && found.groups > 1));
   return shown.map((one) => ({
@@ -106,7 +106,7 @@ function inWords(found) {
   ].filter(Boolean).join(" ");
 }
 
-/** Any round of the run, in the address; the newest while none is chosen. */
+/** Any round of the run, in the address; the newest unless one is selected. */
 function roundSlider(params) {
   const range = h("input", { type: "range", id: "topology-round", step: 1, on: { input: () => (said.textContent = range.value), change: () => choose(Number(range.value)) } });
   const said = h("output", { for: "topology-round", class: "num" });
