@@ -4,11 +4,12 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import fedvitals as fv
 from fedvitals.probes import data_sketch
 from fedvitals.probes.data_sketch import CHECK_ROUNDS, DIMENSIONS, DataWatch, describe
+from fedvitals.probes.fit import labels_of
 from fedvitals.testing import MemorySink
 
 STREAM = torch.Generator().manual_seed(0)
@@ -139,7 +140,62 @@ def test_data_that_are_read_one_by_one_are_looked_at_seldom():
     told = [watch.look("c0", data) is not None for _ in range(3 * CHECK_ROUNDS)]
     assert told.index(True) == 0
     assert sum(told) == 1
-    assert data.reads == data_sketch.MOST_OF_OTHERS + 3 * data_sketch.CHECKED
+    assert data.reads == data_sketch.MOST_OF_OTHERS + 2 * data_sketch.CHECKED
+
+
+def test_a_few_samples_that_change_are_noticed_in_the_end():
+    data, watch = Slow(), DataWatch()
+    watch.look("c0", data)
+    data.y[57:60] = 3  # two of the described samples, and none of those that are looked at first
+    told = [watch.look("c0", data) is not None for _ in range(CHECK_ROUNDS * 128 // data_sketch.CHECKED + 1)]
+    assert sum(told) == 1
+
+
+def test_a_new_data_set_is_looked_at_at_once_and_one_for_each_round_is_not():
+    watch, first, second = DataWatch(), Slow(), Slow()
+    told = [watch.look("c0", DataLoader(data, 8)) is not None for data in (first, first, second, second)]
+    assert told == [True, False, True, False]
+    watch, data = DataWatch(), [Slow() for _ in range(CHECK_ROUNDS)]
+    for own in data:
+        watch.look("c0", own)
+    assert [own.reads for own in data] == [data_sketch.MOST_OF_OTHERS, 0, 0, 0, 0]
+    few = Slow()
+    few.x, few.y = few.x[:90], few.y[:90]
+    assert watch.look("c0", few)[1][2]["samples"] == 90
+
+
+def test_rows_of_tensors_are_told_as_tensors_are():
+    x, y = samples(200)
+    rows = torch.arange(0, 200, 3).tolist()
+    part, watch = Subset(TensorDataset(x, y), rows), DataWatch()
+    told, plain = watch.look("c0", DataLoader(part, 8)), DataWatch().look("c0", (x[rows], y[rows]))
+    assert told == plain
+    assert watch.look("c0", part) is None
+    y[rows[5]] = (y[rows[5]] + 1) % 4
+    assert watch.look("c0", part)[1][2]["change"] == "label_noise"
+
+
+class Listed(Slow):
+    """A data set that has its labels in a list, as torchvision's have."""
+
+    def __init__(self):
+        super().__init__()
+        self.targets = self.y.tolist()
+
+    def __getitem__(self, place):
+        return self.x[place], self.targets[place]
+
+
+def test_labels_of_data_sets_that_list_them_are_counted_and_all_are_compared():
+    data, rows = Listed(), [*range(0, 40)]
+    assert labels_of(DataLoader(Subset(data, rows), 8)) == {0: 10, 1: 10, 2: 10, 3: 10}
+    watch = DataWatch()
+    watch.look("c0", data)
+    data.targets[199] = 0  # which is not among the described samples
+    assert [watch.look("c0", data) is not None for _ in range(CHECK_ROUNDS)].count(True) == 1
+    data.targets = [0] * 200
+    data.__class__.__getitem__ = Slow.__getitem__  # what is listed is not what is given
+    assert labels_of(data) is None
 
 
 def test_augmented_data_are_looked_at_less_and_less():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from fedvitals.errors import UnsuitedError
 from fedvitals.probes import samples
@@ -26,6 +27,7 @@ from fedvitals.stats import LABEL_CLASSES
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
 CONFIDENT = 0.7
+CHECKED_LABELS = 4  # samples that are read to see whether a data set's own list of labels is that of its samples
 
 
 class Fit:
@@ -199,17 +201,51 @@ def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any
 
 
 def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
-    """Return how many samples each label has, if that is cheap: labels that are one tensor."""
-    data = getattr(data, "dataset", data)
-    labels = data.tensors[1] if hasattr(data, "tensors") and len(data.tensors) == 2 else None
-    if labels is None and isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):
-        labels = data[1]
+    """Return how many samples each label has, if that is cheap, see `labels_tensor`."""
+    labels = labels_tensor(data)
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) > most:
         return None
     low, high = torch.aminmax(labels) if len(labels) else (torch.tensor(-1), torch.tensor(0))
     if low < 0 or high >= most:
         return None
     return {label: n for label, n in enumerate(torch.bincount(labels).tolist()) if n}
+
+
+def labels_tensor(data: Any) -> Tensor | None:
+    """Return all labels as one tensor, where they can be had without reading every sample; else None.
+
+    So have them tensors, data sets with their labels in `targets` or `labels`, as torchvision's, and subsets of both.
+    What a data set says of its labels counts if it gives a few samples these labels.
+    """
+    source = data.dataset if isinstance(data, DataLoader) else data
+    labels = _own_labels(source)
+    if labels is None or not len(labels) or not isinstance(source, Dataset) or isinstance(source, TensorDataset):
+        return labels
+    places = samples.spread_indices(len(labels), CHECKED_LABELS, 0)
+    try:
+        given = samples.read(data, places)[1]
+    except (UnsuitedError, TypeError, ValueError, RuntimeError):
+        return None  # samples that make no batch
+    return labels if torch.equal(given.cpu(), labels[places].to(given.dtype).cpu()) else None
+
+
+def _own_labels(data: Any) -> Tensor | None:
+    match data:
+        case Subset():
+            labels = _own_labels(data.dataset)
+            return None if labels is None else labels[torch.as_tensor(data.indices, device=labels.device)]
+        case TensorDataset():
+            return data.tensors[1] if len(data.tensors) == 2 else None
+        case (_, Tensor() as labels):
+            return labels
+        case Dataset() if hasattr(data, "__len__"):
+            labels = next((getattr(data, name) for name in ("targets", "labels") if hasattr(data, name)), None)
+            try:
+                known = None if labels is None else torch.as_tensor(labels)
+            except (TypeError, ValueError, RuntimeError):
+                return None  # as words, or in pieces of different lengths
+            return known if known is not None and known.dim() and len(known) == len(data) else None
+    return None
 
 
 def to_device(model: nn.Module, x: samples.Inputs, y: Tensor) -> samples.Batch:
