@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that ships with the dashboard: one federation twice, in one of which a client falls ill."""
+"""The example that ships with the dashboard: one federation twice, once with a client that becomes faulty."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def experiment(*, ill: bool, seed: int = 7) -> lab.Experiment:
 
 
 def _everything() -> Preset:
-    """What a page can show, but for single steps, which would be most of the file."""
+    """Return everything that a page can show except single steps, which would be most of the file."""
     planned = (
         Planned(gradients, always),
         Planned(gradient_histogram, budget(3.0)),
@@ -56,7 +56,7 @@ def make(store: Path) -> None:
 
 
 def pack(store: Path, target: Path) -> int:
-    """Compress a store to what ships; how many bytes."""
+    """Compress a store for shipping. Returns the number of bytes."""
     packed = lzma.compress(store.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
     target.write_bytes(packed)
     return len(packed)

@@ -23,13 +23,13 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.presets import Preset
 
 CAUSE = "LABEL_NOISE"
-FIRST_SEED = 300  # seeds below were looked at while detectors were made; the demo's own is 7
+FIRST_SEED = 300  # seeds below were used while detectors were developed; the demo's own is 7
 RIGHT_CAUSES = 0.95  # share of the runs with a fault
 
 
 @dataclass(frozen=True, slots=True)
 class FirstMinute:
-    """What one run of the demo said."""
+    """The result of one run of the demo."""
 
     seed: int
     faulty: bool
@@ -51,7 +51,7 @@ class FirstMinute:
 
 
 def first_minute(seed: int, *, faulty: bool, probes: str | Preset = "standard") -> FirstMinute:
-    """Run the demo once, and return the cases that it shows unasked, in their order."""
+    """Run the demo once, and return the cases that it shows by default, in their order."""
     settings = replace(DemoSettings(), seed=seed, faulty=faulty)
     with Monitor(None, run="demo", probes=probes, seed=seed) as monitor:
         accuracies = [accuracy for _, accuracy in federate(settings, monitor)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PostgreSQL server of our own in a temporary folder: started, stopped, killed, or out of disk space."""
+"""Our own PostgreSQL server in a temporary folder: started, stopped, killed, or out of disk space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def binaries() -> Path | None:
-    """The folder with initdb and pg_ctl, of the newest version."""
+    """Return the folder with initdb and pg_ctl, of the newest version."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name.split(".")[0]))
     on_path = shutil.which("pg_ctl")
     folders += [Path(on_path).resolve().parent] if on_path else []
@@ -33,11 +33,11 @@ def _free_port() -> int:
 
 
 class ServerError(RuntimeError):
-    """A program of PostgreSQL's failed."""
+    """A PostgreSQL program failed."""
 
 
 class PostgresServer:
-    """One server, which `start`, `stop` and `kill` may be called on as often as needed. `database` makes new ones."""
+    """One server; `start`, `stop` and `kill` may be called any number of times. `database` creates new ones."""
 
     def __init__(self, folder: Path) -> None:
         found = binaries()
@@ -52,7 +52,7 @@ class PostgresServer:
             os.chown(folder, account.pw_uid, account.pw_gid)
         self._run("initdb", "-D", folder / "data", "-U", "tester", "--auth=trust", "--no-sync", "--encoding=UTF8")
         with (folder / "data" / "postgresql.conf").open("a") as settings:
-            # A crash of the server loses nothing without fsync, only a crash of the machine does.
+            # Without fsync, only a crash of the machine loses data, not a crash of the server.
             settings.write(
                 f"port = {self.port}\nlisten_addresses = '127.0.0.1'\nunix_socket_directories = '{folder}'\n"
                 "fsync = off\nshared_buffers = 32MB\nmax_connections = 40\nautovacuum = off\n"
@@ -78,18 +78,18 @@ class PostgresServer:
         self._run("pg_ctl", "start", "-w", "-D", self._folder / "data", "-l", self._folder / "log")
 
     def kill(self) -> None:
-        """Kill -9 all of its processes, so that nothing is written any more."""
+        """Kill -9 all of its processes, so that nothing more is written."""
         while own := self._processes():
             for process in own:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
         locks = (self._folder / "data" / "postmaster.pid", self._folder / f".s.PGSQL.{self.port}.lock")
-        for lock in locks:  # a new server would ask whether that process lives, and it may be a zombie
+        for lock in locks:  # a new server would check whether that process lives, and it may be a zombie
             lock.unlink(missing_ok=True)
 
     def _processes(self) -> list[int]:
-        """Return its processes, which all work in the folder of its data."""
+        """Return its processes, which all have its data folder as working directory."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ class PostgresServer:
         return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
 
     def database(self) -> str:
-        """The address of a new, empty database."""
+        """Return the address of a new, empty database."""
         import psycopg  # noqa: PLC0415 - an extra
 
         name = f"d{next(self._numbers)}"
@@ -120,7 +120,7 @@ class PostgresServer:
 @contextlib.contextmanager
 def running_server() -> Iterator[PostgresServer]:
     """Yield a server that lives as long as the block."""
-    # Short, for the socket's sake, and where its own user may enter.
+    # Short, because of the socket, and accessible to its own user.
     with tempfile.TemporaryDirectory(prefix="fv-pg-") as name:
         server = PostgresServer(Path(name))
         server.start()

@@ -73,7 +73,7 @@ class Stopwatch:
         return timed
 
     def watching(self) -> contextlib.ExitStack:
-        """Return what, while it is entered, times everything that measures signs of adapters and tokens."""
+        """Return a context that times everything that measures signs of adapters and tokens."""
         stack = contextlib.ExitStack()
         for owner, name in TIMED:
             stack.enter_context(mock.patch.object(owner, name, self.around(getattr(owner, name))))
@@ -157,11 +157,11 @@ def share_of(signs: list[float], seconds: list[float]) -> tuple[float, float, fl
 
 
 def _nothing(*_: Any) -> None:
-    """Stand in for `count_tokens`."""
+    """Replacement for `count_tokens`."""
 
 
 def _no_pairs(*_: Any) -> tuple[()]:
-    """Stand in for `AdapterWatch.pairs_of`: a watch that knows no adapters measures none."""
+    """Replacement for `AdapterWatch.pairs_of`: a watch that knows no adapters measures none."""
     return ()
 
 
@@ -182,14 +182,14 @@ class WithoutSigns:
 
 @dataclass(frozen=True, slots=True)
 class LargeCosts:
-    """Seconds of rounds, each until all of it is written, by arm; and those of the signs in rounds with them."""
+    """Seconds of rounds by arm, each until everything is written; and those of the signs in rounds with them."""
 
     rounds: dict[str, list[float]]
     signs: list[float]
 
 
 def large_costs(model: GPT, size: Size, device: str, minutes: float) -> LargeCosts:
-    """Train rounds with the signs, without them and, every fourth time, unwatched, in turns, for so long."""
+    """Train rounds with the signs, without them and, every fourth time, unwatched, in turns, for `minutes`."""
     loop, watch = Loop(model, size, device, autocast=device == "cuda"), Stopwatch(time.perf_counter)
     costs = LargeCosts({"unwatched": [], "without": [], "with": []}, [])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -51,7 +51,7 @@ from fedvitals_studies.bench.gpt import GPT, Block
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 48, 2, 4, 256
 BATCH, TEST_WINDOWS, PRETRAINING = 8, 64, 400
-PIECE = 500  # bytes of a text that stay together when texts are mixed
+PIECE = 500  # bytes of a text that are kept together when texts are mixed
 ISSUES = {
     "rank_collapse": "RANK_COLLAPSE",
     "aggregation_bias": "ADAPTER_AGGREGATION_BIAS",
@@ -61,8 +61,8 @@ ISSUES = {
     "loss_spike": "LOSS_SPIKE",
     "dead_adapter": "DEAD_ADAPTER",
 }
-FORGETFUL_RATE = 0.08  # to twice that, over √(α/r): forty times the largest usual one
-SPIKE_ONSET = 6  # a loss has to be usual for a while before it can jump
+FORGETFUL_RATE = 0.08  # up to twice that, over √(α/r): forty times the largest usual one
+SPIKE_ONSET = 6  # a loss has to be steady for a while before it can jump
 ENLARGED = 30.0  # times, in one round
 PADDED_LENGTH, SHORT_LENGTH, CUT_LENGTH = 14.0, 2.5, 1.25 * WINDOW  # bytes, on average
 State = Mapping[str, Tensor]
@@ -80,7 +80,7 @@ class Setting:
     scale: float  # α/r
     rate: float
     steps: int
-    own_texts: bool  # a package each, else a mixture of all
+    own_texts: bool  # one package each, else a mixture of all
     weighted: bool  # by the length of the texts
     variant: float  # of the fault, from 0 to 1
     padded: bool = False  # texts end early, and are padded to the window
@@ -116,7 +116,7 @@ def drawn_setting(seed: int, fault: str | None, rounds: int, *, other_texts: boo
 
 @functools.cache
 def pretrained() -> GPT:
-    """Return the model that has learnt the manual, frozen; the same for all federations."""
+    """Return the model pretrained on the manual, frozen; the same for all federations."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT(WIDTH, LAYERS, HEADS, VOCABULARY)
@@ -158,7 +158,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class AdapterFederation:
-    """The federation of a setting; `run` trains it and returns what the detectors said."""
+    """The federation of a setting; `run` trains it and returns the detectors' findings."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -184,7 +184,7 @@ class AdapterFederation:
         self._lengths = PADDED_LENGTH * self._numbers.uniform(0.6, 1.6, len(texts))
 
     def run(self, monitor: Monitor) -> None:
-        """Train all rounds, watched by a monitor."""
+        """Train all rounds, monitored."""
         for number in range(self.setting.rounds):
             ill = self.setting.fault is not None and number >= self.setting.onset
             ill = ill and (self.setting.fault != "loss_spike" or number == self.setting.onset)
@@ -233,7 +233,7 @@ class AdapterFederation:
         return {name: p.detach().clone() for name, p in model.named_parameters() if name in global_state}
 
     def _trained(self, model: nn.Module, dead: Sequence[Tensor]) -> list[Tensor]:
-        """Return what an optimiser is given: a dead adapter is left out of it, frozen, or only has no gradients."""
+        """Return an optimiser's parameters: a dead adapter is left out, frozen, or only has no gradients."""
         if 1 / 3 <= self.setting.variant < 2 / 3:
             for parameter in dead:
                 parameter.requires_grad_(False)
@@ -247,19 +247,19 @@ class AdapterFederation:
         return usual if fault is None or place not in self._odd else CUT_LENGTH if cut else SHORT_LENGTH
 
     def _is_dead(self, name: str) -> bool:
-        """Return whether a parameter is of the adapter that does not train: of one layer, the same on all clients."""
+        """Return whether a parameter belongs to the adapter that does not train: one layer, the same on all clients."""
         layer = ("blocks.0.qkv.", "blocks.0.down.", "blocks.1.qkv.", "blocks.1.down.")[self.setting.seed % 4]
         return name.startswith(layer) and "lora_" in name
 
     @torch.no_grad()
     def _enlarge(self) -> None:
-        """Multiply B of the averaged adapters, as a wrong rate of the server does."""
+        """Multiply B of the averaged adapters, as a wrong server learning rate does."""
         for layer in _adapters(self._model):
             layer.lora_B.weight.mul_(ENLARGED)
 
     @torch.no_grad()
     def _new_directions(self, model: nn.Module) -> None:
-        """The client begins with an A of its own draw, and B at zero."""
+        """Let the client begin with its own random A, and B at zero."""
         for layer in _adapters(model):
             drawn = torch.randn(layer.lora_A.weight.shape, generator=self._generator)
             layer.lora_A.weight.copy_(drawn / layer.lora_A.in_features**0.5)
@@ -267,7 +267,7 @@ class AdapterFederation:
 
     @torch.no_grad()
     def _turn(self, model: nn.Module) -> None:
-        """The client sends another factorisation of its product: B Q and Qᵀ A."""
+        """Let the client send another factorisation of its product: B Q and Qᵀ A."""
         for layer in _adapters(model):
             rank = len(layer.lora_A.weight)
             turn = torch.linalg.qr(torch.randn(rank, rank, generator=self._generator))[0]
@@ -276,7 +276,7 @@ class AdapterFederation:
 
     @torch.no_grad()
     def _aggregate(self, states: Sequence[State], *, padded: bool) -> None:
-        """Average A and B: each direction over the clients that have it, or `padded` with zeros over all."""
+        """Average A and B: each direction over the clients that have it, or, `padded` with zeros, over all."""
         weights = torch.tensor(self._sizes / self._sizes.sum(), dtype=torch.float32)
         full = max(self.setting.ranks)
         held = torch.tensor([[float(k < rank) for k in range(full)] for rank in self.setting.ranks])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted and healthy federations, each judged by what the detectors of «standard» said of it.
+"""Planted and healthy federations, each judged by the findings of the detectors of «standard».
 
 A planted problem counts as found if its issue is named within three rounds of its onset, and not before. In healthy
-federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000 and, for the
-second part, on none; those of the two parts begin at 2000 and 4000.
+federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000; none were set
+for the second part. The seeds of the two parts begin at 2000 and 4000.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Judged:
 
 
 def judged_run(seed: int, fault: str | None, *, other_texts: bool) -> Judged:
-    """Run one federation: to three rounds after the onset, or of HEALTHY_ROUNDS."""
+    """Run one federation: until three rounds after the onset, or for HEALTHY_ROUNDS."""
     setting = drawn_setting(seed, fault, HEALTHY_ROUNDS, other_texts=other_texts and fault is None)
     if fault is not None:
         setting = replace(setting, rounds=setting.onset + WITHIN)
@@ -79,7 +79,7 @@ def judged_run(seed: int, fault: str | None, *, other_texts: bool) -> Judged:
 
 
 def planned(faults: Sequence[str], first: int, planted: int, healthy: int) -> Iterator[tuple[int, str | None]]:
-    """Yield the seeds and faults of a part, those of each kind spread over it."""
+    """Yield the seeds and faults of a part, with each kind spread evenly over it."""
     for place in range(max(planted, healthy)):
         for fault in (*faults, None):
             if place < (healthy if fault is None else planted):
@@ -94,8 +94,8 @@ def run_study(
     tell: Callable[[Judged], None] = lambda _: None,
     seconds: float | None = None,
 ) -> list[Judged]:
-    """Run what of a part is not among the results yet, one line each; returns all. `seconds`: after which no other is
-    begun.
+    """Run what is missing from the results of a part, one line each; returns all. `seconds`: after which no further run
+    is begun.
     """
     began = time.perf_counter()
     results.parent.mkdir(parents=True, exist_ok=True)

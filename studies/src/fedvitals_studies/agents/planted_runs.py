@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small federations of which most have one faulty client, drawn from seeds, with the truth kept apart."""
+"""Small federations, most of them with one faulty client, drawn from seeds, with the truth stored separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAUSES = (
     "learning rate too high", "slow client", "client fails",
 )  # fmt: skip
 HEALTHY = "none"
-RUNS = 40  # of one set: four of each cause, and eight without any
+RUNS = 40  # in one set: four of each cause, and eight healthy ones
 TUNING, JUDGED = 1_000, 2_000  # the first seed of each set
 
 
@@ -32,7 +32,7 @@ class Truth:
 
 
 def drawn(first_seed: int) -> Iterator[tuple[lab.Experiment, Truth]]:
-    """Yield the experiments of a set with their truths. A seed decides everything about its run."""
+    """Yield the experiments of a set with their truths. A run is determined by its seed."""
     kinds = [*CAUSES * 4, *[HEALTHY] * (RUNS - 4 * len(CAUSES))]
     for place, cause in enumerate(kinds):
         yield _experiment(first_seed + place, cause)
@@ -63,7 +63,7 @@ def _experiment(seed: int, cause: str) -> tuple[lab.Experiment, Truth]:
 
 
 def _faults(cause: str, client: str, since: int, draw: random.Random) -> tuple[Any, ...]:
-    """Return the fault of that cause, with a strength that is drawn; none for a healthy run."""
+    """Return the fault of that cause, with a random strength; none for a healthy run."""
     crashes = draw.random() < 0.5
     faults: dict[str, Any] = {
         "wrong labels": lambda: {"kind": "label_noise", "rate": draw.uniform(0.7, 1.0)},
@@ -79,7 +79,7 @@ def _faults(cause: str, client: str, since: int, draw: random.Random) -> tuple[A
 
 
 def train(store: Path, first_seed: int) -> list[Truth]:
-    """Train a set into a store; the truths, which the tools' answers do not hold."""
+    """Train a set into a store. Returns the truths, which the tools' answers do not contain."""
     truths = []
     for experiment, truth in drawn(first_seed):
         with Monitor(store, run=experiment.name, seed=experiment.seed) as monitor:

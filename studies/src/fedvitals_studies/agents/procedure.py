@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A written procedure that names the culprit and the cause of a run from the answers of three calls.
 
-It stands for an agent: it sees nothing but the JSON that the tools return, and calls neither `findings` nor `query`.
-Its limits were set on the seeds from `planted_runs.TUNING` on, and are judged on others.
+It stands in for an agent: it only sees the JSON that the tools return, and calls neither `findings` nor `query`. Its
+limits were set on the seeds from `planted_runs.TUNING` on, and are judged on others.
 
 1. `overview`: a client that failed or was absent in two or more rounds, and nobody else did: «client fails».
 2. `evidence` of all clients. Values that are not finite: the client that had them first: «values not finite».
@@ -25,17 +25,17 @@ from fedvitals.agents.tools import Tools
 from fedvitals_studies.agents.planted_runs import HEALTHY
 
 FEWEST_FAILURES = 2
-LASTING = 4.5  # score of a sign that lasts, from which on it counts
+LASTING = 4.5  # score from which a lasting sign counts
 SLOW = 4.5  # score of a client's computing time
-ACROSS = 0.2  # cosine to the others' mean, below which in size an update goes across theirs
-LESS = 0.25  # accuracy while it trains, below the others', of labels that cannot be learnt
+ACROSS = 0.2  # cosine to the others' mean, below whose absolute value an update is across theirs
+LESS = 0.25  # accuracy during training, below the others', of labels that cannot be learnt
 LABELS = ("fit.loss_before", "train.loss", "train.loss_first", "train.accuracy", "fit.accuracy_before", "local.loss",
           "fit.confident_wrong", "train.confident_wrong")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the procedure concludes, and what it had to read."""
+    """The procedure's conclusion, and how much it had to read."""
 
     client: str | None
     cause: str
@@ -44,7 +44,7 @@ class Decision:
 
 
 class _Caller:
-    """Calls tools and counts what they answer."""
+    """Calls tools and counts the bytes of their answers."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -86,7 +86,7 @@ def _concluded(call: _Caller, run: str) -> tuple[str | None, str]:
 
 
 def _suspect(rows: list[dict[str, Any]]) -> str | None:
-    """Return the client whose lasting signs add up to most; None where they are small."""
+    """Return the client whose lasting signs add up to most; None if they are small."""
     sums: Counter[str] = Counter()
     for row in rows:
         if row["since"] is not None and abs(row["score"]) >= LASTING and row["far_rounds"] >= 3:

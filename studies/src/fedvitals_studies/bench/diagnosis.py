@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all detectors together cost in a round, as it goes on: 100 clients × 20 layers, after 5, 50 and 200 rounds.
+"""The cost of all detectors per round, and how it grows: 100 clients × 20 layers, after 5, 50 and 200 rounds.
 
-A real training of the lab, healthy, watched as a user's would be. The detectors look at each round in turn, as they do
-live; only the processor time of their own thread counts. Beside it the paper's round: 100 clients, 20 mini-batches of
-its CNN each, by the time of one step here and now.
+A real, healthy training of the lab, monitored as a user's would be. The detectors examine each round in turn, as they
+do live; only the processor time of their own thread counts. For comparison, the paper's round: 100 clients, 20
+mini-batches of its CNN each, from the time of one step here and now.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedvitals_studies.reproduce.conditions import PAPER_CLIENTS, PAPER_ITERATIO
 
 CLIENTS, LAYERS = 100, 20
 AFTER = (5, 50, 200)
-AROUND = 25  # rounds, of whose times the median is given
+AROUND = 25  # rounds around each, whose median time is reported
 BAR_MILLISECONDS = 15.0
 
 
 class _Timed:
-    """A sink like the live detectors, that looks at the clock of its own thread."""
+    """A sink like the live detectors that reads the clock of its own thread."""
 
     def __init__(self, detectors: Sequence[Detector]) -> None:
         self.milliseconds: dict[int, float] = {}
@@ -54,7 +54,7 @@ class _Timed:
 
 
 class _Patient:
-    """The monitor, waiting at the end of each round until the detectors are through: none may miss a record."""
+    """The monitor, waiting at the end of each round until the detectors are done: none may miss a record."""
 
     def __init__(self, monitor: Monitor, tell: Callable[[str], None]) -> None:
         self._monitor, self._tell = monitor, tell
@@ -72,7 +72,7 @@ class _Patient:
 def round_times(
     rounds: int, detectors: Sequence[Detector] = DETECTORS, tell: Callable[[str], None] = lambda _: None
 ) -> dict[int, float]:
-    """The detectors' milliseconds in each round of a federation that learns: ten dense layers, 20 tensors."""
+    """Return the detectors' milliseconds in each round of a federation that learns: ten dense layers, 20 tensors."""
     experiment = lab.Experiment(
         dataset=lab.Synthetic(samples=40 * CLIENTS, features=24, classes=10, separation=4.0),
         model=lab.mlp(hidden=[16] * (LAYERS // 2 - 1)),
@@ -89,7 +89,7 @@ def round_times(
 
 
 def paper_round_seconds(repeats: int) -> float:
-    """One client after the other, as on one core."""
+    """Return the seconds of the paper's round, one client after the other, as on one core."""
     workload = next(each for each in WORKLOADS if each.name == "paper-cnn")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def paper_round_seconds(repeats: int) -> float:
 
 
 def bench_diagnosis(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """A row for each length of the past, and beside it the share of the paper's round."""
+    """Return a row for each length of the history, with the share of the paper's round."""
     after = AFTER[:1] if quick else AFTER
     found = round_times(max(after) + AROUND, tell=tell)
     paper = paper_round_seconds(5 if quick else 40)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the gradient scale costs and how far it is off: each method on one trained client of the paper's CNN.
+"""The cost and the error of the gradient scale: each method on one trained client of the paper's CNN.
 
-Cost is CPU time over that of the client's own 20 local iterations, interleaved. Two errors are kept apart: the
-estimator's, against the exact value on the same images, and the sampling error, of looking at 16 images instead of all.
+Cost is CPU time relative to the client's own 20 local iterations, interleaved. Two errors are distinguished: the
+estimator's, against the exact value on the same images, and the sampling error of using 16 images instead of all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLIENT = 313  # images of one client of the paper
 def bench_gsc(
     *, quick: bool = False, data: str | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """Rows of a table, one a method; a first row says on which data."""
+    """Return a table's rows, one per method; the first row names the data."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +46,7 @@ def bench_gsc(
 def trained(
     x: Tensor, y: Tensor, rounds: int, scenario: Literal["baseline", "exploding", "vanishing"] = "baseline"
 ) -> nn.Module:
-    """One client trained for some rounds of the paper: 20 iterations each, Adam, its scenario's clipping."""
+    """Return one client trained for some rounds of the paper: 20 iterations each, Adam, its scenario's clipping."""
     torch.manual_seed(0)
     model = paper_cnn(scenario)
     for number in range(rounds):
@@ -106,7 +106,7 @@ def _rows(
 
 
 def _errors(model: nn.Module, x: Tensor, draws: int = 50) -> dict[str, float]:
-    """Mean absolute error in percent: of each estimate on the same images, and of the mean over few images."""
+    """Return mean absolute errors in percent: of each estimate on the same images, and of the mean over few images."""
     some = x[:IMAGES]
     exact = float(gradient_scale(model, some, exact=True)[0].mean())
     found = {}
@@ -125,7 +125,7 @@ def _errors(model: nn.Module, x: Tensor, draws: int = 50) -> dict[str, float]:
 
 
 def _plain(model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """GSC by two random projections, nothing taken out: what the deflation is measured against."""
+    """Return GSC from two random projections without deflation, as a reference for it."""
     with evaluation_mode(model), differentiable(model, x) as graph:
         squares = estimated_squares(graph, None, seed)
         top, bottom = graph.outputs.detach().double(), graph.inputs.detach().flatten(1).double()

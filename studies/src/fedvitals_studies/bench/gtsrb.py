@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's worth of German traffic signs, for the benchmarks of gradient scale; the lab finds and reads them."""
+"""One client's share of German traffic signs, for the benchmarks of gradient scale; the lab finds and reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedvitals.lab.data.sources import search_folders
 
 
 def folder(data: str | os.PathLike[str] | None = None) -> Path | None:
-    """Where they lie: below the folder given, else FEDVITALS_DATA or ../shared/data; None if they are nowhere."""
+    """Return their folder: below the given one, else FEDVITALS_DATA or ../shared/data; None if they are missing."""
     try:
         files, _ = GTSRB().find(search_folders(data))
     except ConfigError:
@@ -26,7 +26,7 @@ def folder(data: str | os.PathLike[str] | None = None) -> Path | None:
 
 
 def load(data: str | os.PathLike[str] | None = None, images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Images [N, 3, 32, 32] with values from 0 to 1, and labels, shuffled by image; at most `images` of them."""
+    """Return images [N, 3, 32, 32] with values from 0 to 1, and labels, shuffled; at most `images` of them."""
     found = datasets.load(GTSRB(), data)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(found.y))[:images])
     return found.inputs(found.x[order]), found.y[order]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the statistics kernel: its speed against `torch.sum`, the cost of a call, its error, its start-up.
 
-`torch.sum` reads the same memory for one statistic out of nine, which makes it the yardstick of reading speed. Both
-take turns in one process and on one thread, so that a busy machine slows both; ratios travel, absolute numbers do not.
+`torch.sum` reads the same memory for one of nine statistics, which makes it the reference for reading speed. Both take
+turns in one process and on one thread, so that a busy machine slows both; ratios are portable, absolute numbers are
+not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ERROR_BAR = 1e-5
 
 
 def bench_kernel(quick: bool = False) -> list[Row]:
-    """Rows of `case, unit, ours, ours_p10, torch, torch_p10, ratio, ratio_p10, bar`; see `_row` for their meaning."""
+    """Return rows of `case, unit, ours, ours_p10, torch, torch_p10, ratio, ratio_p10, bar`; see `_row` for their
+    meaning.
+    """
     with _one_thread():
         return [
             {"case": "backend", "unit": "", "ours": str(backend())},
@@ -91,7 +94,7 @@ def _calls(quick: bool) -> Iterator[Row]:
 
 
 def _nine_calls(tensors: list[Tensor]) -> None:
-    """What one writes by hand for the same statistics."""
+    """Compute the same statistics in the usual way."""
     for tensor in tensors:
         tensor.mean()
         tensor.std()
@@ -105,7 +108,7 @@ def _nine_calls(tensors: list[Tensor]) -> None:
 
 
 def _take_turns(calls: Sequence[Callable[[], object]], repeats: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Seconds of every call, `[calls, repeats]`."""
+    """Return the seconds of every call, `[calls, repeats]`."""
     seconds = np.zeros((len(calls), repeats))
     for call in calls:
         call()
@@ -118,7 +121,7 @@ def _take_turns(calls: Sequence[Callable[[], object]], repeats: int) -> np.ndarr
 
 
 def _row(case: str, unit: str, ours: Any, theirs: Any, bar: float | None) -> Row:
-    """Medians, and the tenth that ran best (`_p10`); `ratio` says how many times better we are, `bar` what it must be.
+    """Return medians, and the best tenth (`_p10`); `ratio` is how many times better ours is, `bar` the required ratio.
 
     Better is more for GB/s and less for µs.
     """
@@ -133,7 +136,7 @@ def _row(case: str, unit: str, ours: Any, theirs: Any, bar: float | None) -> Row
 
 
 def _errors() -> Iterator[Row]:
-    """Relative errors on ten million values; that of the sum against the sum of magnitudes, since a sum may cancel."""
+    """Yield relative errors on ten million values; the sum's relative to the sum of magnitudes, as sums may cancel."""
     values = torch.randn(10_000_000, generator=torch.Generator().manual_seed(1))
     for case, tensor in (("normal", values), ("constant 0.1", torch.full_like(values, 0.1))):
         exact = tensor.double()
@@ -150,7 +153,7 @@ def _errors() -> Iterator[Row]:
 
 
 def _start_up() -> Row:
-    """The first call in a fresh process that has torch already: import of llvmlite and compiling, for all types."""
+    """Measure the first call in a fresh process that has imported torch: importing llvmlite and compiling all types."""
     script = (
         "import time, torch, fedvitals.kernels as k; t = torch.ones(8); begin = time.perf_counter(); "
         "k.sums([t]); print(time.perf_counter() - begin)"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the memory that a training takes is seen: our count against every storage that torch makes and frees.
+"""How much of a training's memory is accounted for: our count against every storage that torch creates and frees.
 
-The other side follows each tensor that any operation gives, from its making to its end (a dispatch mode, which sees
-what the profiler's own way cannot miss), and knows nothing of graphs, hooks or optimisers.
+The reference follows each tensor that any operation returns, from creation to deletion (a dispatch mode, which misses
+nothing that the profiler sees), and knows nothing of graphs, hooks or optimisers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class LiveStorages(TorchDispatchMode):
-    """Every storage that has been made inside, or was there before and is named; freed ones are forgotten."""
+    """Every storage created inside the block, or named before it; freed ones are dropped."""
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ class LiveStorages(TorchDispatchMode):
             self._meet(tensor)
 
     def bytes(self) -> int:
-        """Of all that are alive now."""
+        """Return the bytes of all live storages."""
         self._alive = {key: entry for key, entry in self._alive.items() if entry[0]() is not None}
         return sum(size for _, size in self._alive.values())
 
@@ -52,7 +52,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def memory_seen(*, quick: bool = False, tell: Callable[[str], None] = lambda _text: None) -> list[Row]:
-    """Rows for the table: bytes seen and bytes known of a CNN, a ResNet, a transformer of ours and one of torch's."""
+    """Return rows of bytes counted and bytes known for a CNN, a ResNet, and two transformers (ours, torch's)."""
     rows = []
     for workload in WORKLOADS[1:2] if quick else WORKLOADS[1:]:
         tell(f"memory of {workload.name}")
@@ -70,16 +70,17 @@ def memory_seen(*, quick: bool = False, tell: Callable[[str], None] = lambda _te
 
 
 def torch_transformer() -> nn.Module:
-    """As people write it: embedding, three layers with dropout, a dense head."""
+    """Return a typical model: embedding, three layers with dropout, a dense head."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     return nn.Sequential(nn.Embedding(1000, 64), nn.TransformerEncoder(layer, 3), nn.Flatten(), nn.Linear(64 * 64, 10))
 
 
 def seen_and_known(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Row:
-    """Two steps: the first makes the optimiser's state, the second is counted, before its way back and after.
+    """Run two steps: the first creates the optimiser's state, the second is measured, before its backward pass and
+    after.
 
-    Known: what lives when the backward pass begins, and the gradients that it adds. Seen: the same by our count.
-    `peak_bytes`: the most that ever lived. Gradients come as activations go, and an optimiser has copies for a moment.
+    Known: what is alive when the backward pass begins, and the gradients that it adds. Seen: the same by our count.
+    `peak_bytes`: the peak. Gradients appear as activations disappear, and an optimiser has temporary copies.
     """
     F.cross_entropy(model(x), y).backward()
     optimizer.step()

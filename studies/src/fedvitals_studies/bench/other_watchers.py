@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people take to watch gradients when they have no fedvitals, with the scopes of a monitor: round and client."""
+"""Common alternatives to fedvitals for monitoring gradients, with the scopes of a monitor: round and client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CockpitHooks:
         self.numbers.append((*sums, *torch.histc(exact, BINS, low, high).tolist()))
 
     def flush(self) -> None:
-        """Nothing waits: everything was fetched at its step."""
+        """Do nothing: everything was fetched at its step."""
 
     def close(self) -> None:
         self.numbers.clear()
@@ -76,7 +76,7 @@ class WandbWatch:
             self._run.unwatch(model)
 
     def flush(self) -> None:
-        """What is still to be written belongs to wandb's own process."""
+        """Do nothing: pending writes belong to wandb's own process."""
 
     def close(self) -> None:
         self._run.finish()

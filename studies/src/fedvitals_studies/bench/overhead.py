@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watching costs: process CPU time with the monitor over without, interleaved in one run, as a ratio.
+"""What monitoring costs: process CPU time with the monitor over without, interleaved in one run, as a ratio.
 
 CPU time, because the machine is shared and being descheduled is not our cost; it includes the worker thread that writes
 the store. Interleaved and paired, because the machine's speed drifts. Each figure is the median over the pairs, with a
@@ -47,7 +47,7 @@ SCALE_CALLS = "its measuring calls alone"
 DATA_SIGNS = "tap and data channel"
 GPT_NAME = "gpt"  # the language model, in rows
 SCALED = "standard with scale"
-BARS = {  # per cent, by what is measured, model and who measures
+BARS = {  # per cent, by what is measured, model and watcher
     ("steps", "mlp", "one fused pass"): 5.0,
     ("steps", "paper-cnn", "one fused pass"): 1.5,
     ("steps", "resnet-18", "one fused pass"): 1.5,
@@ -65,12 +65,12 @@ BARS = {  # per cent, by what is measured, model and who measures
 
 
 def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only: Collection[str] = ()) -> list[Row]:
-    """Rows for the table. `only`: some of PARTS.
+    """Return rows for the table. `only`: some of PARTS.
 
     `steps`: statistics per step on four models. `rounds`: the whole monitor per round on two federations. `data`: what
     training losses by class and the description of data add to such a round. `gsc`: what the gradient scale adds.
-    `llm`: the whole monitor on a language model, at `standard` without gradient scale. `others`: what people take
-    instead of us, on the same model.
+    `llm`: the whole monitor on a language model, at `standard` without gradient scale. `others`: common alternatives,
+    on the same model.
     """
     parts = [part for part in PARTS if not only or part in only]
     threads = torch.get_num_threads()
@@ -98,7 +98,7 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
 
 
 def _judged(part: str, rows: list[Row]) -> list[Row]:
-    """Return the rows with their bars and verdicts: open where the interval lies on both sides of the bar."""
+    """Return the rows with their bars and verdicts: open if the interval includes the bar."""
     for row in rows:
         bar = BARS.get((part, row["model"], row["by"]))
         if bar is not None:
@@ -153,7 +153,7 @@ def _per_step(workload: Workload, pairs: int) -> list[Row]:
 
 
 def nine_calls(gradient: torch.Tensor) -> tuple[float, ...]:
-    """What tutorials write: one torch call per statistic."""
+    """Compute one torch call per statistic, as in tutorials."""
     return (
         gradient.mean().item(), gradient.std().item(), gradient.norm().item(), gradient.min().item(),
         gradient.max().item(), gradient.abs().max().item(), torch.isnan(gradient).sum().item(),
@@ -162,7 +162,7 @@ def nine_calls(gradient: torch.Tensor) -> tuple[float, ...]:
 
 
 def _call_alone(workload: Workload, bare: list[float]) -> Row:
-    """The share of the step that the measuring call itself takes, timed inside real steps: free of pairing noise."""
+    """Return the measuring call's own share of the step, timed inside real steps: free of pairing noise."""
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model)
@@ -197,7 +197,7 @@ def _call_alone(workload: Workload, bare: list[float]) -> Row:
 
 
 def _per_round(workload: Workload, pairs: int) -> list[Row]:
-    """A small federation's round, bare and under two presets; every arm trains the same from the same start."""
+    """Measure a small federation's round, bare and under two presets; every arm trains identically."""
     start, loaders = _federation(workload)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
@@ -213,7 +213,7 @@ def _per_round(workload: Workload, pairs: int) -> list[Row]:
 
 
 def _federation(workload: Workload) -> tuple[Any, list[DataLoader[Any]]]:
-    """Return the model that rounds begin with, and each client's data."""
+    """Return the initial model of the rounds, and each client's data."""
     clients, steps = (3, 20) if workload.name == "paper-cnn" else (20, 25)
     torch.manual_seed(0)
     start = workload.model()
@@ -225,10 +225,9 @@ def _federation(workload: Workload) -> tuple[Any, list[DataLoader[Any]]]:
 
 
 def _data_signs(workload: Workload, cycles: int) -> list[Row]:
-    """What the tap (training losses by class) and the data channel add to a round, as a share of the bare round.
+    """Measure what training losses by class and the data channel add to a round, as a share of the bare round.
 
-    Data that stay the same are described in the first round, which is not counted; what that takes once is a row of
-    its own.
+    Unchanged data are described in the first round, which is not counted; that one-time cost is a separate row.
     """
 
     def without(folder: Path) -> Monitor:
@@ -248,10 +247,11 @@ def _data_signs(workload: Workload, cycles: int) -> list[Row]:
 
 
 def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
-    """What the gradient scale in every round, each client's once in SCALE_ROUNDS, adds to a round at `standard`.
+    """Measure what the gradient scale in every round, each client's once in SCALE_ROUNDS, adds to a round at
+    `standard`.
 
-    By rounds with and without it in turns, which on a busy machine says little; and by the thread's time in the
-    measuring calls of the same rounds, which choosing, storing and judging what they return is not part of.
+    Measured by rounds with and without it in turns, which is imprecise on a busy machine; and by the thread's time in
+    the measuring calls of the same rounds, which excludes selecting, storing and judging the results.
     """
     calls: dict[int, float] = {}
     whole = preset("standard")
@@ -263,7 +263,7 @@ def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
         cycles,
         SCALE_ROUNDS,
     )
-    first = max(calls) + 1 - cycles * SCALE_ROUNDS  # those before warmed up
+    first = max(calls) + 1 - cycles * SCALE_ROUNDS  # the rounds before were warm-up
     inside = np.reshape([calls.get(first + r, 0.0) for r in range(cycles * SCALE_ROUNDS)], (cycles, SCALE_ROUNDS))
     alone = [100 * seconds / float(np.median(bare)) for seconds in inside.sum(axis=1)]
     common = {"what": "gradient scale per round", "model": workload.name, "pairs": cycles}
@@ -273,7 +273,7 @@ def _gradient_scale(workload: Workload, cycles: int) -> list[Row]:
 
 
 class _Timed(scale):
-    """The gradient scale's probe, with the thread's seconds in its calls by round."""
+    """The gradient scale's probe, recording the thread's seconds in its calls by round."""
 
     _seconds: dict[int, float]
 
@@ -294,8 +294,8 @@ def _added(
 ) -> tuple[list[float], Row]:
     """Return the bare times of blocks of rounds, and what one monitor takes beyond another as a share of it.
 
-    The two take turns, round by round. What is measured in one round of a block only is seen once the block is added
-    up: a median over single rounds would not see it.
+    The two take turns, round by round. A cost in only one round of a block shows in the block's sum, but not in a
+    median over single rounds.
     """
     start, loaders = _federation(workload)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -317,14 +317,14 @@ def _added(
 
 
 class _NoData(DataWatch):
-    """A data channel that looks at nothing."""
+    """A data channel that examines nothing."""
 
     def look(self, node: str, data: Any) -> None:
         """Return that nothing is new."""
 
 
 def without_scale() -> Preset:
-    """`standard` less the gradient scale, whose cost is named apart."""
+    """Return `standard` without the gradient scale, whose cost is reported separately."""
     whole = preset("standard")
     return replace(whole, probes=tuple(p for p in whole.probes if not isinstance(p.probe, scale)))
 
@@ -344,7 +344,7 @@ def _round(workload: Workload, start: Any, loaders: Any, monitor: Monitor | None
                 for x, y in loader:
                     step(local, optimizer, x, y)
     if monitor is not None:
-        monitor.flush()  # the writing of this round is this round's cost
+        monitor.flush()  # writing this round is part of its cost
     return time.process_time() - started
 
 
@@ -361,8 +361,8 @@ def _maybe(context: Any) -> Iterator[None]:
 
 
 def language_model_rows(part: str, pairs: int, tell: Tell, model: Any = None, size: Size = SIZE) -> list[Row]:
-    """Rows for a GPT of 42 M parameters in a plain loop: `standard` ("llm"), or hooks like Cockpit's and `wandb.watch`
-    ("others").
+    """Return rows for a GPT of 42 M parameters in a plain loop: `standard` ("llm"), or hooks like Cockpit's and
+    `wandb.watch` ("others").
     """
     torch.manual_seed(0)
     loop = Loop(GPT(512, 8, 8) if model is None else model, size, "cpu", autocast=False)
@@ -389,7 +389,7 @@ def language_model_rows(part: str, pairs: int, tell: Tell, model: Any = None, si
 
 
 def _interleaved(arms: dict[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
-    """Each arm's times, taken in turn; the order rotates, so that no arm always comes after the same other."""
+    """Return each arm's times, taken in turn; the order rotates, so that no arm always follows the same other."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     names = list(arms)
     gc.collect()
@@ -410,6 +410,6 @@ def _overhead(bare: list[float], watched: list[float]) -> Row:
         "overhead_percent": middle,
         "low": low,
         "high": high,
-        # The same of the quickest tenth of each arm: what is left when the machine's other guests are quiet.
+        # The same for the fastest tenth of each arm: when the machine's other users are quiet.
         "quiet_percent": 100 * (float(np.percentile(watched, 10) / np.percentile(bare, 10)) - 1),
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain federated loop over a language model, and what those who watch it add: rounds of all of them take turns.
+"""A plain federated loop over a language model, and what watchers add to it: rounds of all of them take turns.
 
-What is compared are blocks of rounds. A block's time ends when everything of it is written (`flush`), so that no block
-pays for the one before it; within a block, as in a run, a round is written while the next one trains.
+Blocks of rounds are compared. A block's time ends when everything in it is written (`flush`), so that no block pays for
+the previous one; within a block, as in a run, a round is written while the next one trains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of a block of rounds: until the next one could begin, and until all that was measured is written."""
+    """Seconds of a block of rounds: until the next one could begin, and until everything measured is written."""
 
     trained: float
     written: float
@@ -60,9 +60,9 @@ class Loop:
         self._cuda, self._autocast = device.startswith("cuda"), autocast
 
     def block(self, numbers: Iterable[int], watcher: Any) -> Spent:
-        """Train rounds under a monitor, or what has its scopes, or None.
+        """Train rounds with a monitor, or a watcher with the same scopes, or None.
 
-        Times are the host's clock where a GPU trains, else this process's processor time.
+        Times are the host's clock if a GPU trains, else this process's processor time.
         """
         began = self._now()
         for number in numbers:
@@ -104,7 +104,7 @@ class Loop:
 def in_turns(
     loop: Loop, watchers: Mapping[str, Any], pairs: int, tell: Tell, rounds: int = 1
 ) -> dict[str, list[Spent]]:
-    """Train blocks of rounds without ("off") and with each watcher, in an order that turns round after each pair."""
+    """Train blocks of rounds without ("off") and with each watcher, reversing the order after each pair."""
     arms = {"off": None, **watchers}
     spent: dict[str, list[Spent]] = {name: [] for name in arms}
     for name, watcher in arms.items():
@@ -127,7 +127,7 @@ def percent_over(watched: Sequence[float], off: Sequence[float]) -> tuple[float,
 
 
 def row_of(what: str, spent: Sequence[Spent], off: Sequence[Spent], bar: float | None) -> Row:
-    """Return the row of one watcher: what it adds to a round, judged by its interval where there is a bar (%)."""
+    """Return the row of one watcher: what it adds to a round, judged by its interval if there is a bar (%)."""
     low, middle, high = percent_over([s.written for s in spent], [s.written for s in off])
     unwritten = percent_over([s.trained for s in spent], [s.trained for s in off])[1]
     verdict = "" if bar is None else "met" if high <= bar else "missed" if low > bar else "open"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watching many small clients costs: throughput, records lost, and whether time and memory stay flat.
+"""What monitoring many small clients costs: throughput, records lost, and whether time and memory stay constant.
 
-The lab trains MLPs of 2.7 k weights, where a client-round is a millisecond and everything that is done for each client
-shows. Without a monitor, with one that leaves gradient scale out, and with one that measures everything of «standard»
-take turns, a block of rounds each; what is still to be written of a block belongs to its time.
+The lab trains MLPs of 2.7 k weights, where a client-round takes a millisecond and all work per client shows. Runs
+without a monitor, with one without gradient scale, and with one that measures everything of «standard» take turns, a
+block of rounds each; pending writes of a block belong to its time.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Tell = Callable[[str], None]
 Row = dict[str, Any]
 
 WARM_UP = 3  # rounds
-MANY, AT_ONCE = 10_000, 200  # clients, and how many of them take part in a round
-SAMPLES = 20  # of each of the many
+MANY, AT_ONCE = 10_000, 200  # clients, and the number of them that take part in a round
+SAMPLES = 20  # of each of these clients
 
 
 class _Federation:
-    """A lab run that trains a block of rounds when it is asked to."""
+    """A lab run that trains a block of rounds on request."""
 
     def __init__(self, experiment: lab.Experiment, monitor: Monitor | None) -> None:
         self._rounds, self._monitor = lab.rounds(experiment, monitor), monitor
         self.train(WARM_UP)
 
     def train(self, rounds: int) -> float:
-        """Train so many rounds and return the seconds that they took, until everything of them is written."""
+        """Train `rounds` rounds and return the seconds that they took, until everything in them is written."""
         began = time.perf_counter()
         for _ in range(rounds):
             next(self._rounds)
@@ -71,7 +71,9 @@ def _federation(experiment: lab.Experiment, monitor: Monitor | None) -> Iterator
 
 
 def bench_scale(*, quick: bool = False, tell: Tell = lambda _: None, only: Sequence[str] = ()) -> list[Row]:
-    """Rows for 100 and 1,000 clients that all take part («throughput»), and for 10,000 of which 200 do («growth»)."""
+    """Return rows for 100 and 1,000 clients that all take part («throughput»), and for 10,000 of which 200 do
+    («growth»).
+    """
     pairs = 3 if quick else 25
     rows: list[Row] = []
     if not only or "throughput" in only:
@@ -83,14 +85,14 @@ def bench_scale(*, quick: bool = False, tell: Tell = lambda _: None, only: Seque
 
 
 def _without_gradient_scale() -> Preset:
-    """Preset «standard» without gradient scale, whose cost is named apart."""
+    """Return the preset «standard» without gradient scale, whose cost is reported separately."""
     standard = preset("standard")
     return replace(standard, probes=tuple(p for p in standard.probes if not isinstance(p.probe, scale)))
 
 
 def _with_and_without(clients: int, pairs: int, rounds: int, bar: str, least: float, tell: Tell) -> list[Row]:
-    """Watched against unwatched throughput, in turns of a block each, without and with gradient scale; and the records
-    that were lost on the way.
+    """Return monitored against unmonitored throughput, in turns of a block each, without and with gradient scale; and
+    the records that were lost.
     """
     experiment = Subject("mlp", clients).experiment()
     ratios: dict[str, list[float]] = {"without gradient scale": [], "with gradient scale": []}
@@ -123,8 +125,8 @@ def _with_and_without(clients: int, pairs: int, rounds: int, bar: str, least: fl
 
 
 def _growth(clients: int, at_once: int, rounds: int, tell: Tell) -> list[Row]:
-    """What a long watched run costs a round at its end, and how much more than before: the medians of the blocks in the
-    last and in the last but one quarter of the run. All times are of processors, since others may use the machine.
+    """Return a long monitored run's cost per round at its end, and its growth: the medians of the blocks in the last
+    and in the third quarter of the run. All times are of processors, since others may use the machine.
     """
     experiment = lab.Experiment(
         name="bench scale",
@@ -176,7 +178,7 @@ def _growth(clients: int, at_once: int, rounds: int, tell: Tell) -> list[Row]:
 
 
 def _growth_row(what: str, blocks: list[float], unit: float, name: str) -> Row:
-    """The last quarter of the blocks against the quarter before it, with the 95 % interval by bootstrap."""
+    """Return the last quarter of the blocks over the quarter before it, with the 95 % bootstrap interval."""
     half, three_quarters = len(blocks) // 2, len(blocks) * 3 // 4
     before, after = blocks[half:three_quarters], blocks[three_quarters:]
     chance = np.random.default_rng(0)
@@ -189,7 +191,7 @@ def _growth_row(what: str, blocks: list[float], unit: float, name: str) -> Row:
 
 
 def _detector_seconds() -> float:
-    """Processor time of the detectors' thread so far; 0 where the system does not tell."""
+    """Return the processor time of the detectors' thread so far; 0 if the system does not report it."""
     spent = 0.0
     for thread in threading.enumerate():
         if thread.name == f"fedvitals-{LiveDetectors.name}":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that never ends: does memory stay flat, and is the file as large as it must be?
+"""A training that never ends: does memory stay constant, and is the file no larger than necessary?
 
-Synthetic rounds of ten clients go through the queue into a SQLite file, as fast as the file takes them. Memory is that
-of this process, after the first thousand rounds and at the end.
+Synthetic rounds of ten clients go through the queue into a SQLite file, as fast as the file accepts them. Memory is
+measured in this process, after the first thousand rounds and at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedvitals.store.sqlite import SqliteStore
 from fedvitals.transport.queue import Queue
 
 CLIENTS, LAYERS, METRICS = 10, 6, 4
-SETTLED = 1000  # rounds after which memory is to stay as it is
+SETTLED = 1000  # rounds after which memory must stay constant
 TABLE = LayerTable("parameter", tuple(Layer(f"layer{i}.weight", (8, 8), "float32") for i in range(LAYERS)))
 RUN = Run("soak", "soak", tables=(TABLE,), source="soak")
 PER_ROUND = CLIENTS * (1 + METRICS) + 2
@@ -44,13 +44,13 @@ def _round(number: int, matrices: Any) -> Iterator[Record]:
 
 
 def computed_bytes(folder: Path, rounds: int) -> float:
-    """What a file of so many rounds takes, if each takes as much as between the first and the second thousand."""
+    """Return the size of a file of `rounds` rounds, if each takes as much as between the first and second thousand."""
     small, large = (soak(folder / f"{size}.db", size)["file"] for size in (SETTLED, 2 * SETTLED))
     return small + (large - small) / SETTLED * (rounds - SETTLED)
 
 
 def soak(path: Path, rounds: int, tell: Callable[[str], None] = lambda _: None) -> dict[str, float]:
-    """Bytes of memory after the first thousand rounds and at the end, bytes of the file, seconds, records lost."""
+    """Return bytes of memory after 1,000 rounds and at the end, bytes of the file, seconds, records lost."""
     rng = np.random.default_rng(0)
     matrices = empty_sums(64, CLIENTS, LAYERS) + rng.random((64, CLIENTS, LAYERS, 9))
     queue = Queue(SqliteStore(path))
@@ -82,7 +82,7 @@ def soak(path: Path, rounds: int, tell: Callable[[str], None] = lambda _: None) 
 
 
 def bench_soak(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Rows of what, value, unit, bar, met: 10⁵ rounds, or 3,000 when quick."""
+    """Return rows of what, value, unit, bar, met: 10⁵ rounds, or 3,000 when quick."""
     rounds = 3000 if quick else 100_000
     with tempfile.TemporaryDirectory() as folder:
         computed = computed_bytes(Path(folder), rounds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon the command line answers, and what it loads for that."""
+"""How quickly the command line answers, and what it loads for that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOADED = "import sys, json; {}; print(json.dumps(sorted(m for m in ('torch', 'n
 
 
 def bench_start(*, quick: bool = False) -> list[dict[str, Any]]:
-    """Wall time of fresh processes, median of several, beside that of a Python that does nothing."""
+    """Return wall times of fresh processes, median of several, with that of a Python that does nothing."""
     repeats = 5 if quick else 15
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a store takes records and answers: the figures behind its layout, and the bars that it must keep.
+"""How fast a store accepts records and answers: the figures behind its layout, and the bars that it must meet.
 
-1000 rounds × 100 clients × 20 layers × 9 sums, which are 72 MB of float32, written one batch and one commit a round: as
-the measurements that travel from a stack of clients, and as single records. Where a machine is shared, the processor's
-time tells more than the clock.
+1000 rounds × 100 clients × 20 layers × 9 sums, which are 72 MB of float32, written in one batch and one commit per
+round: as measurements of a stack of clients, and as single records. On a shared machine, processor time is more
+reliable than the clock.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fedvitals.store.sqlite import SqliteStore
 from fedvitals.store.upkeep import retention
 
 CLIENTS, LAYERS = 100, 20
-METRICS = 30  # scalars of a client-round, about as many as the preset «standard» makes
+METRICS = 30  # scalars of a client-round, about as many as with the preset «standard»
 TABLE = LayerTable("parameter", tuple(Layer(f"layer{i}.weight", (64, 64), "float32") for i in range(LAYERS)))
 RUN = Run("bench", "bench", tables=(TABLE,), source="bench")
 
 
 def _matrices(rng: np.random.Generator) -> Any:
-    """Nine sums that noise of a random scale would have: like real ones, they do not compress."""
+    """Return nine sums as of noise with a random scale: like real ones, they do not compress."""
     matrices = empty_sums(CLIENTS, LAYERS)
     scale = rng.lognormal(size=(CLIENTS, LAYERS))
     matrices[..., 0] = 4096
@@ -56,7 +56,7 @@ def _rounds(rounds: int) -> Iterator[list[Record]]:
 
 
 def _measured_rounds(rounds: int) -> Iterator[list[Telemetry]]:
-    """The same numbers as `_rounds`, each round as one block of measurements."""
+    """Yield the same numbers as `_rounds`, each round as one block of measurements."""
     rng, rows = np.random.default_rng(0), tuple(range(CLIENTS))
     nodes, nothing = tuple(f"c{c}" for c in rows), np.zeros((CLIENTS, 0))
     for r in range(rounds):
@@ -77,7 +77,7 @@ def _scalars(rounds: int) -> Iterator[list[Record]]:
 
 
 def _seconds(work: Callable[[], Any], times: int) -> float:
-    """The median; each call opens a reader of its own."""
+    """Return the median; each call opens its own reader."""
     taken = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -91,7 +91,7 @@ def _ingest(
     batches: Sequence[Sequence[Telemetry]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Batches a second."""
+    """Return batches per second."""
     store.write([RUN])
     begin = clock()
     for batch in batches:
@@ -140,7 +140,7 @@ def _scalar_reads(path: Path | str, rounds: int, times: int) -> Iterator[dict[st
 
 
 def bench_store(quick: bool = False) -> list[dict[str, Any]]:
-    """Rows of what, value, unit, and where there is one the bar and whether it is met; a tenth of it when quick."""
+    """Return rows of what, value, unit, and if there is one the bar and whether it is met; a tenth of it when quick."""
     rounds, times = (100, 3) if quick else (1000, 9)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "runs.db"
@@ -177,7 +177,7 @@ def bench_store(quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _postgres(url: str, rounds: int, times: int) -> list[dict[str, Any]]:
-    """The same without bars, in a database that is named for it; the run «bench» there is deleted before and after."""
+    """Return the same without bars, in the given database; its run «bench» is deleted before and after."""
     found = []
     with PostgresStore(url) as store:
         store.write([RUN])

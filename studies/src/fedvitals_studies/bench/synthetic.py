@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large run that nobody trained: plausible records at any size, to see how the store and the dashboard bear it.
+"""A large synthetic run: plausible records at any size, to test the store and the dashboard.
 
-Of each client-round ten vital signs, two Spans with parts and two transfers; of each round what a monitor tells of
-the whole, with layer statistics of five families; every tenth round the clients' own layer statistics and sketches
-(at 1,000 clients × 50 layers, all rounds would be 1.8 GB). One client is ill from the middle on, one is slow, one sends
-NaN at times, some drop out; what a detector would say of them is there, too.
+For each client-round ten vital signs, two Spans with parts and two transfers; for each round what a monitor records of
+the whole, with layer statistics of five families; every tenth round the clients' own layer statistics and sketches (at
+1,000 clients × 50 layers, all rounds would be 1.8 GB). One client is faulty from the middle on, one is slow, one sends
+NaN at times, some drop out; the findings of a detector on them are included.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DIGITS = 32  # of a sketch
 
 @dataclass(frozen=True)
 class Synthetic:
-    """How large, and in which state; `share` of the clients take part in a round."""
+    """Its size and state; `share` of the clients take part in a round."""
 
     clients: int = 1000
     rounds: int = 500
@@ -61,14 +61,14 @@ class Synthetic:
 
     @cached_property
     def tables(self) -> tuple[LayerTable, LayerTable]:
-        """Of parameters and of modules."""
+        """Return the tables of parameters and of modules."""
         parameters = tuple(Layer(f"block{i}.conv.weight", (64, 64), "float32") for i in range(self.layers))
         modules = tuple(Layer(f"block{i}.relu", (64,), "float32") for i in range(self.layers))
         return LayerTable("parameter", parameters), LayerTable("module", modules)
 
     @cached_property
     def character(self) -> dict[str, Array]:
-        """What stays the same about each client."""
+        """Return the constant properties of each client."""
         rng = np.random.default_rng(self.seed)
         return {
             "hardness": rng.normal(0, 0.08, self.clients),
@@ -92,7 +92,7 @@ class Synthetic:
 
 
 def write_run(sink: Sink, size: Synthetic, rounds: int | None = None) -> None:
-    """The whole run, round by round; without an end where only some rounds are wanted."""
+    """Write the whole run, round by round; without an end if only some rounds are requested."""
     sink.write([stamped(size.as_run(), "run", 0)])
     for number in range(size.rounds if rounds is None else rounds):
         sink.write(records_of_round(size, number))
@@ -101,7 +101,7 @@ def write_run(sink: Sink, size: Synthetic, rounds: int | None = None) -> None:
 
 
 def records_of_round(size: Synthetic, number: int) -> list[Record]:
-    """Everything about one round; the same whenever it is asked for."""
+    """Return everything about one round; always the same."""
     rng = np.random.default_rng((size.seed, number))
     told = _Round(size, number, rng)
     found = [*told.metrics(), *told.whole(), *told.spans(), *told.layers(), *told.events(), *told.findings()]
@@ -110,7 +110,7 @@ def records_of_round(size: Synthetic, number: int) -> list[Record]:
 
 
 def _sums(scale: Array, rng: np.random.Generator, zeros: float = 0.02) -> Array:
-    """Nine sums of 4096 normal numbers of these scales, for each entry and layer."""
+    """Return nine sums of 4096 normal numbers of these scales, for each entry and layer."""
     count = 4096
     rows = empty_sums(*scale.shape)
     rows[..., 0], rows[..., 6] = count, np.round(zeros * count)
@@ -126,7 +126,7 @@ _BELOW = np.array([math.erf(2.0**x / math.sqrt(2)) for x in np.minimum(_GRID, 20
 
 
 def _histogram(scale: Array) -> Array:
-    """Counts by sign and binary exponent of 4096 normal numbers of these scales."""
+    """Return counts by sign and binary exponent of 4096 normal numbers of these scales."""
     edges = np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + EXPONENTS + 1) - np.log2(scale)[..., None]
     below = np.interp(edges, _GRID, _BELOW)
     half = np.round(2048 * np.diff(below, axis=-1))
@@ -146,7 +146,7 @@ class _Round:
         own = {name: values[self.there] for name, values in size.character.items()}
         self.download = 0.4 * own["link"] * rng.lognormal(0, 0.1, len(self.there))
         self.compute = 4.0 * own["speed"] * rng.lognormal(0, 0.05, len(self.there))
-        self.compute[self.there == 13 % size.clients] *= 3  # who is slow
+        self.compute[self.there == 13 % size.clients] *= 3  # the slow client
         self.upload = 1.5 * self.download
         self.total = self.download + self.compute + self.upload
         self.seconds = float(self.total.max()) + 0.5
@@ -155,7 +155,7 @@ class _Round:
         return Where(self.size.run, self.number, node)
 
     def _values(self) -> dict[str, Array]:
-        """The clients' vital signs."""
+        """Return the clients' vital signs."""
         rng, count, own = self._rng, len(self.there), {k: v[self.there] for k, v in self.size.character.items()}
         loss = 0.25 + 2.0 * self.progress + own["hardness"] + rng.normal(0, 0.03, count)
         norm = (0.4 + 1.2 * self.progress) * rng.lognormal(0, 0.12, count)
@@ -188,7 +188,7 @@ class _Round:
                 yield Metric(where, when, name, value)
 
     def whole(self) -> Iterator[Record]:
-        """What is told of the round for all, when it is closed."""
+        """Yield what is recorded of the whole round, when it is closed."""
         rng, end, where = self._rng, self.at + self.seconds, self._where()
         gsc = 1.5 + 2.0 * (1 - self.progress) + float(rng.normal(0, 0.02))
         bound = {"download": 0.1, "data_loading": 0.02, "compute": 0.6, "upload": 0.15, "server": 0.03,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client-round takes on the wire: bytes, and the time to write and to read them; and what damaged bytes cost."""
+"""The cost of a client-round on the wire: bytes, and the time to encode and decode them; and of damaged bytes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BAR = 60  # microseconds to encode and decode a client-round of the paper's CNN
 
 
 def client_round(*, first: bool = False, probes: str = "standard") -> list[Telemetry]:
-    """The records of one client-round of the paper's CNN, 20 steps, as a worker sends them.
+    """Return the records of one client-round of the paper's CNN, 20 steps, as sent by a worker.
 
-    Layer tables are named by their digest. `first`: of round 0, in which a client tells its label histogram, too.
+    Layer tables are named by their digest. `first`: of round 0, in which a client also reports its label histogram.
     """
     workload = next(w for w in WORKLOADS if w.name == "paper-cnn")
     x, y = workload.data(160)
@@ -51,15 +51,15 @@ def client_round(*, first: bool = False, probes: str = "standard") -> list[Telem
 
 
 def sound_payloads() -> list[bytes]:
-    """A client-round, and one record of each kind that a worker may send, as payloads."""
-    *sendable, _ = examples_of_records()  # the last is a Truth, which no worker may tell
+    """Return a client-round, and one record of each type that a worker may send, as payloads."""
+    *sendable, _ = examples_of_records()  # the last is a Truth, which no worker may send
     return [encode(client_round()), encode(sendable[:5]), encode(sendable[5:8]), encode(sendable[8:])]
 
 
 def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
-    """Bytes, and microseconds as the median of many calls, of a round like most, of a first one, and of `deep`.
+    """Return bytes, and median microseconds of many calls, for a typical round, a first one, and with `deep`.
 
-    The last row is of damaged payloads: how many were refused, the slowest of them, and by how much they made the
+    The last row is on damaged payloads: how many were refused, the slowest of them, and by how much they made the
     process grow.
     """
     found = []
@@ -86,7 +86,7 @@ def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
 
 
 def _fuzzed(count: int) -> dict[str, Any]:
-    """What it takes to decode, or refuse, as many damaged payloads."""
+    """Measure the decoding, or refusal, of `count` damaged payloads."""
     memory, refused, times = _peak_megabytes(), 0, []
     for payload in fuzzed_payloads(sound_payloads(), count):
         began = time.perf_counter()

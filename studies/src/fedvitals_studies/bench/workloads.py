@@ -23,7 +23,7 @@ class Workload:
     inputs: tuple[int, ...]  # shape of one sample
     classes: int
     batch: int
-    block: int  # steps in one timed block: long enough for the clock, short enough to interleave
+    block: int  # steps in one timed block: long enough to be timed, short enough to interleave
     adam: bool = True
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -50,27 +50,27 @@ VOCABULARY = 1000
 
 
 def mlp() -> nn.Module:
-    """32-64-10: 2,762 parameters."""
+    """Return 32-64-10: 2,762 parameters."""
     return MLP(hidden=(64,)).build((32,), 10, torch.default_generator)
 
 
 def small_cnn() -> nn.Module:
-    """The demo's: 21,386 parameters."""
+    """Return the demo's CNN: 21,386 parameters."""
     return CNN().build((1, 8, 8), 10, torch.default_generator)
 
 
 def paper_cnn(scenario: Literal["baseline", "exploding", "vanishing"] = "baseline") -> nn.Module:
-    """The CNN of the gradient-scale paper, in the textbook order of its layers: 118,507 parameters."""
+    """Return the CNN of the gradient-scale paper, in the textbook order of its layers: 118,507 parameters."""
     return PaperCNN(scenario, pool_first=False).build((3, 32, 32), 43, torch.default_generator)
 
 
 def resnet() -> nn.Module:
-    """ResNet-18 for 32 × 32 images, with group norm: 11.2 million parameters."""
+    """Return ResNet-18 for 32 × 32 images, with group norm: 11.2 million parameters."""
     return Resnet18().build((3, 32, 32), 10, torch.default_generator)
 
 
 def transformer() -> nn.Module:
-    """Six layers, 384 wide, on 64 tokens: 11.1 million parameters."""
+    """Return six layers, 384 wide, on 64 tokens: 11.1 million parameters."""
     return Transformer(width=384, heads=6, layers=6).build((64,), 10, torch.default_generator, VOCABULARY)
 
 

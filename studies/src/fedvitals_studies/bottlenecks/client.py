@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of the small real federation: a process that trains on digits, one thread, and answers over a socket.
 
-`python -m fedvitals_studies.bottlenecks.client PLACE PORT`; who starts it writes the token of the federation, then the
+`python -m fedvitals_studies.bottlenecks.client PLACE PORT`; the parent writes the token of the federation, then the
 observer and the habits of each case, to its standard input.
 """
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedvitals.lab.data import datasets
 from fedvitals_studies.bottlenecks.wire import receive, send
 
-BATCH, SAMPLES = 64, 256  # in a step; of one client
+BATCH, SAMPLES = 64, 256  # per step; per client
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Habits:
     """What a client does in each round, and what is slow about it."""
 
     epochs: int = 1
-    loading_seconds: float = 0.0  # of each sample
+    loading_seconds: float = 0.0  # per sample
     upload_bytes_per_second: float | None = None
     clock_ahead: float = 0.0  # seconds by which its clock is wrong
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Digits of one client; each takes a while to be read, as from a slow disk."""
+    """Digits of one client; each takes a while to read, as from a slow disk."""
 
     def __init__(self, x: Tensor, y: Tensor, seconds: float) -> None:
         self._x, self._y, self._seconds = x, y, seconds
@@ -53,7 +53,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def new_model(seed: int = 0) -> nn.Module:
-    """The model that everybody begins with."""
+    """Return the common initial model."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -77,8 +77,8 @@ def load_state(model: nn.Module, state: bytes) -> None:
 
 
 def serve(place: int, port: int, control: IO[bytes]) -> None:
-    """A client's whole life: it trains whenever it is asked, until the server hangs up."""
-    clock = _Clock()  # before the monitor is loaded, which comes with the first observer
+    """Run the client: it trains whenever it is asked, until the server hangs up."""
+    clock = _Clock()  # created before the monitor is imported, which comes with the first observer
     token = control.readline().decode().strip()
     torch.set_num_threads(1)
     digits = datasets.load("digits")
@@ -93,7 +93,7 @@ def serve(place: int, port: int, control: IO[bytes]) -> None:
             except (EOFError, OSError):
                 return
             if asked["case"] != current:
-                # From our parent, by its own pipe: what comes over the line is never unpickled.
+                # From our parent, through its own pipe: data from the network are never unpickled.
                 current, (watch, habits) = asked["case"], pickle.load(control)  # noqa: S301
                 clock.set(habits.clock_ahead)
             received = clock.now()
@@ -104,7 +104,7 @@ def serve(place: int, port: int, control: IO[bytes]) -> None:
 
 
 def _train(node: str, number: int, state: bytes, samples: Samples, habits: Habits, watch: Any) -> tuple[bytes, bytes]:
-    """The state after local training, and what was measured meanwhile."""
+    """Return the state after local training, and the measurements of it."""
     model = new_model()
     load_state(model, state)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -120,7 +120,7 @@ def _train(node: str, number: int, state: bytes, samples: Samples, habits: Habit
 
 
 class _Clock:
-    """The process's own clock, which may be wrong: everything in here sees it, the monitor, too."""
+    """The process's own clock, which may be wrong: everything here sees it, including the monitor."""
 
     def __init__(self) -> None:
         self._true: Callable[[], float] = time.time

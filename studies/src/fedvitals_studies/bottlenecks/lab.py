@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Federations of the lab that are slow on purpose: which part of a round, and how much of it, is known before.
+"""Federations of the lab that are slow on purpose: which part of a round is slow, and by how much, is known beforehand.
 
-Links, devices and the server are made from the seconds that each part shall take, so that the planted one has its share
-of the round: a mild one a little less than half, a strong one nearly all. Chance is on: no two clients are equal, and
-no two rounds.
+Links, devices and the server are configured from the intended seconds of each part, so that the planted one has its
+share of the round: a mild one a little less than half, a strong one nearly all. With randomness: no two clients are
+equal, and no two rounds.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from fedvitals.lab.data.datasets import load
 CLIENTS, ROUNDS = 20, 5
 STEPS, BATCH = 8, 16
 STRENGTHS = (0.45, 0.6, 0.75, 0.85, 0.95)  # the planted part's share of a round
-SECONDS = 10.0  # of everything that is not planted
-UNEVEN = 1.15  # times as long the slowest of usual clients takes, by chance
+SECONDS = 10.0  # total of everything that is not planted
+UNEVEN = 1.15  # times the usual duration that the slowest of usual clients takes, by chance
 LATENCY = 0.02  # seconds, one way
 JITTER = SPREAD = 0.1
 SLOW = "c3"  # the straggler
-# What everything else takes, as shares of the rest of the round: none of them may pass for a bottleneck.
+# The other parts' shares of the rest of the round: none of them may look like a bottleneck.
 USUAL = {"download": 0.18, "data": 0.16, "compute": 0.2, "upload": 0.2, "aggregate": 0.13, "evaluate": 0.13}
 MEMORY = 2**34
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A federation, and what has to be said of it."""
+    """A federation, and the correct verdict on it."""
 
-    name: str  # of the kind: «upload-bound», «straggler by compute», ...
+    name: str  # of the bottleneck: «upload-bound», «straggler by compute», ...
     strength: float
     experiment: lab.Experiment = field(repr=False)
     kind: str  # of verdict.KINDS
     bound_by: str | None = None  # what makes the straggler slow
     stragglers: tuple[str, ...] = ()
-    tried: str | None = None  # the remedy that is run: the one that gains the most unless told
+    tried: str | None = None  # the remedy to run; by default the one with the largest gain
 
 
-PARTS = {  # kind → the part that is planted, and the verdict that is right
+PARTS = {  # kind → the planted part, and the right verdict
     "compute-bound": ("compute", "compute"),
     "upload-bound": ("upload", "upload"),
     "download-bound": ("download", "download"),
@@ -55,14 +55,14 @@ KINDS = (*PARTS, *STRAGGLERS)
 
 
 def plants(strengths: tuple[float, ...] = STRENGTHS) -> list[Plant]:
-    """Every kind at every strength."""
+    """Return every kind at every strength."""
     return [planted(kind, strength, seed) for kind in KINDS for seed, strength in enumerate(strengths)]
 
 
 def planted(kind: str, strength: float, seed: int = 0) -> Plant:
-    """A federation of this kind; `strength`: the share of a round that would be saved if what is planted took no time.
+    """Return a federation of this kind; `strength`: the share of a round saved if the planted part took no time.
 
-    The seed draws clients, chances and data.
+    The seed determines clients, randomness and data.
     """
     extra = SECONDS * strength / (1 - strength)
     if kind in STRAGGLERS:
@@ -77,9 +77,10 @@ def planted(kind: str, strength: float, seed: int = 0) -> Plant:
 
 
 def latent() -> list[Plant]:
-    """Small messages on links with latency, which no compression shortens: 4g, 3g, and an own link between the two.
+    """Return cases with small messages on links with latency, which compression does not shorten: 4g, 3g, and one
+    between.
 
-    The gain of the smallest is a few per cent of a round, as small as what chance makes in five of them.
+    The smallest gain is a few per cent of a round, as small as the random variation over five of them.
     """
     found = []
     between = lab.Link(4e6, 4e6, latency_seconds=0.12)
@@ -101,7 +102,7 @@ def latent() -> list[Plant]:
 
 
 def controls() -> list[Plant]:
-    """Federations in which nothing stands out: the parts about equal, clients more or less alike."""
+    """Return federations in which nothing stands out: the parts about equal, clients more or less alike."""
     found = []
     for seed, (jitter, spread) in enumerate(((0.0, 0.0), (0.1, 0.1), (0.2, 0.1), (0.1, 0.25), (0.3, 0.2))):
         seconds = {name: SECONDS * share for name, share in USUAL.items()}
@@ -118,9 +119,9 @@ def federation(
     jitter: float = JITTER,
     spread: float = SPREAD,
 ) -> lab.Experiment:
-    """Digits, learnt by clients and a server to whom each part takes so many seconds; `slow`: other ones of one client.
+    """Return digits, learnt by clients and a server whose parts take these seconds; `slow`: other ones for one client.
 
-    Testing takes the server as much longer than averaging as there are samples to test.
+    The server's testing takes longer than averaging in proportion to the number of test samples.
     """
     size, flops, forward = _sizes()
     averaging = 2 * CLIENTS * size
@@ -169,14 +170,14 @@ def _device(seconds: Mapping[str, float], flops: int) -> lab.Device:
 
 @functools.cache
 def _sizes() -> tuple[int, int, int]:
-    """Values of the model, and operations of one sample: forward and backward, and forward alone."""
+    """Return the number of the model's values, and operations per sample: forward and backward, and forward alone."""
     site = lab.Site.of(lab.Experiment(dataset="digits", model=_MODEL))
     return site.layout.size, site.flops, site.forward_flops
 
 
 @functools.cache
 def _digits(tested: int) -> Arrays:
-    """The usual ones; so many of the test set, over and over if it has fewer."""
+    """Return the usual digits, with `tested` test samples, repeated if there are fewer."""
     whole = load(lab.Digits())
     places = [place % len(whole.test_y) for place in range(tested)]
     return Arrays(whole.x, whole.y, whole.test_x[places], whole.test_y[places], classes=10, name="digits")

@@ -2,7 +2,7 @@
 """Planted bottlenecks, and whether they are named: `python -m fedvitals_studies.bottlenecks.planted [lab] [real]`.
 
 Each federation is run and stored as a user's would be; the verdict is that of `fedvitals profile`, from the store. In
-the lab the first remedy that it can run is then run, and held against what was computed for it.
+the lab the first remedy that it can run is then run, and compared with the prediction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedvitals_studies.bottlenecks.lab import Plant, controls, latent, plants
 from fedvitals_studies.bottlenecks.real import RealFederation, RealPlant, real_plants
 
 STRONGLY = 0.45  # share of a round from which a verdict on a control is an accusation
-LOCAL = "local.accuracy"  # on the clients' own tests: the server's test set has as many samples as it has to be slow
+LOCAL = "local.accuracy"  # on the clients' own tests: the server's test set is sized to make it slow
 ENGINE: dict[str, Any] = {"engine": "stacked", "workers": 1}
 
 Tell = Callable[[str], None]
@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PlantedVerdict:
-    """What is said of one planted federation."""
+    """The verdict on one planted federation."""
 
     plant: Plant | RealPlant
     verdict: RunVerdict
@@ -47,7 +47,7 @@ class PlantedVerdict:
 
     @property
     def right(self) -> bool:
-        """Kind, and of a straggler also who and why; a control must not be accused."""
+        """Whether the kind is right, and for a straggler also who and why; a control must not be accused."""
         plant, verdict = self.plant, self.verdict
         if plant.kind == "nothing":
             return verdict.kind == "nothing" or verdict.share < STRONGLY
@@ -56,7 +56,7 @@ class PlantedVerdict:
 
     @property
     def words(self) -> str:
-        """«upload», «straggler c3, by upload»."""
+        """The verdict in words: «upload», «straggler c3, by upload»."""
         verdict = self.verdict
         if not verdict.stragglers:
             return verdict.kind
@@ -64,7 +64,7 @@ class PlantedVerdict:
 
 
 def read(store: str | Path, run: str, plant: Plant | RealPlant) -> PlantedVerdict:
-    """The verdict on a stored run, as `fedvitals profile` reads it."""
+    """Return the verdict on a stored run, as `fedvitals profile` reads it."""
     with open_reader(str(store)) as reader:
         times = rounds_of_clock(timeline(queries.records(reader, run, Span)))
         transfers = queries.records(reader, run, Transfer)
@@ -78,7 +78,7 @@ def read(store: str | Path, run: str, plant: Plant | RealPlant) -> PlantedVerdic
 def in_the_lab(
     cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tell = lambda _: None
 ) -> list[PlantedVerdict]:
-    """What is said of every planted federation of the lab and of the controls; `most` remedies of each are tried."""
+    """Return the verdicts on the lab's planted federations and controls; `most` remedies of each are tried."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "runs.db"
@@ -96,7 +96,7 @@ def in_the_lab(
 
 
 def on_processes(cases: Sequence[RealPlant] | None = None, *, tell: Tell = lambda _: None) -> list[PlantedVerdict]:
-    """The same of a real federation of processes."""
+    """Return the same for a real federation of processes."""
     found = []
     with tempfile.TemporaryDirectory() as folder, RealFederation() as federation:
         store = Path(folder) / "runs.db"
@@ -107,7 +107,7 @@ def on_processes(cases: Sequence[RealPlant] | None = None, *, tell: Tell = lambd
 
 
 def table(verdicts: Iterable[PlantedVerdict]) -> list[str]:
-    """Lines of Markdown, one for each case."""
+    """Return lines of Markdown, one for each case."""
     columns = (
         "planted",
         "strength",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real federation that is slow on purpose: a server and four client processes on loopback sockets.
 
-The line is throttled where it is sent from, processes are stopped and let go on many times a second (a CPU quota from
-outside), data sets, averaging and testing sleep, a client's clock is an hour wrong. What is said of each is judged by
-what the store holds of it.
+The line is throttled by its sender, processes are stopped and resumed many times a second (a CPU quota from outside),
+data sets, averaging and testing sleep, a client's clock is an hour wrong. The verdict on each is taken from the store.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from fedvitals_studies.bottlenecks.client import Habits, load_state, new_model, 
 from fedvitals_studies.bottlenecks.wire import receive, send
 
 CLIENT = "fedvitals_studies.bottlenecks.client"
-PROBES = "standard"  # «light» does not tell what a client's steps consist of
+PROBES = "standard"  # «light» does not report what a client's steps consist of
 CLIENTS, ROUNDS = 4, 3
-SLOW = "c2"  # where only one is slow
+SLOW = "c2"  # if only one is slow
 BYTES_PER_SECOND = 60_000  # of a throttled line: about 0.7 s for the model of 40 KB
 LOADING_SECONDS = 0.0025  # of a slow sample, 256 of them
 QUOTA = 0.1  # of a core
-TURN = 0.02  # seconds, from one stop of a process to the next
-EPOCHS = 10  # where there is much to compute; 1 otherwise
-PAUSE = 0.6  # seconds that averaging or testing takes, where it is slow
+TURN = 0.02  # seconds between two stops of a process
+EPOCHS = 10  # if there is much to compute; 1 otherwise
+PAUSE = 0.6  # seconds that averaging or testing takes, if it is slow
 HOUR = 3600.0
 PATIENCE = 60.0  # seconds until a silent client is given up
 NODES = tuple(f"c{place}" for place in range(CLIENTS))
@@ -50,20 +49,20 @@ NODES = tuple(f"c{place}" for place in range(CLIENTS))
 
 @dataclass(frozen=True, slots=True)
 class RealPlant:
-    """A federation, and what has to be said of it."""
+    """A federation, and the correct verdict on it."""
 
     name: str
     kind: str  # of verdict.KINDS
     bound_by: str | None = None  # what makes the straggler slow
     stragglers: tuple[str, ...] = ()
     habits: Mapping[str, Habits] = field(default_factory=dict)  # of clients that differ from the usual
-    download: Mapping[str, float] = field(default_factory=dict)  # client → bytes per second that it is sent
-    quota: tuple[str, ...] = ()  # clients with a share of a core only
+    download: Mapping[str, float] = field(default_factory=dict)  # client → bytes per second that it receives
+    quota: tuple[str, ...] = ()  # clients with only a share of a core
     pauses: Mapping[str, float] = field(default_factory=dict)  # seconds, of the server's parts
 
 
 def real_plants() -> list[RealPlant]:
-    """Fourteen of them; the same trouble for all clients is a bottleneck, for one of them a straggler."""
+    """Return fourteen cases; the same trouble for all clients is a bottleneck, for one of them a straggler."""
     slow: dict[str, Any] = {"stragglers": (SLOW,)}
     throttled, loading = Habits(upload_bytes_per_second=BYTES_PER_SECOND), Habits(loading_seconds=LOADING_SECONDS)
     some, busy = dict.fromkeys(NODES, Habits(epochs=2)), Habits(epochs=EPOCHS)
@@ -96,7 +95,7 @@ def real_plants() -> list[RealPlant]:
 
 
 class RealFederation:
-    """Client processes that are kept from one plant to the next; `with` starts and ends them."""
+    """Client processes that are kept between plants; `with` starts and ends them."""
 
     def __init__(self) -> None:
         self._case = 0
@@ -106,7 +105,7 @@ class RealFederation:
         self._test = digits.test_x, digits.test_y
 
     def __enter__(self) -> Self:
-        token = secrets.token_hex(16)  # so that nobody else on this machine takes part
+        token = secrets.token_hex(16)  # so that no other process on this machine can take part
         with socket.create_server(("127.0.0.1", 0)) as door:
             door.settimeout(PATIENCE)
             try:
@@ -137,12 +136,12 @@ class RealFederation:
             line.close()
 
     def _warm_up(self) -> None:
-        """A first round for nobody's eyes: what is loaded at the first use takes seconds."""
+        """Run a first round that is not recorded: loading on first use takes seconds."""
         with Monitor(None, probes=PROBES, detectors=(), machine=False, strict=True) as monitor:
             self._rounds(monitor, RealPlant("warm-up", "nothing"), 1)
 
     def close(self) -> None:
-        """End the clients: they go when the line is closed."""
+        """End the clients, by closing the connection."""
         for line in self._lines.values():
             line.close()
         for process in self._processes.values():
@@ -156,7 +155,7 @@ class RealFederation:
                 process.wait()
 
     def run(self, plant: RealPlant, store: str | Path, rounds: int = ROUNDS) -> str:
-        """Train for some rounds with this trouble planted; gives the run's id."""
+        """Train for some rounds with this trouble planted. Returns the run's id."""
         with Monitor(store, run=plant.name, probes=PROBES, detectors=(), machine=False, strict=True) as monitor:
             self._rounds(monitor, plant, rounds)
         return monitor.run.id
@@ -221,7 +220,7 @@ def _average(model: nn.Module, states: Sequence[bytes]) -> None:
 
 @contextlib.contextmanager
 def _quota(processes: Sequence[int]) -> Iterator[None]:
-    """Meanwhile these processes get a share of a core only: they are stopped, and let go on, from outside."""
+    """Limit these processes to a share of a core inside the block, by stopping and resuming them from outside."""
     over = threading.Event()
 
     def hold() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the processes of a small real federation: a JSON header and plain bytes, each with its length.
 
-Nothing is unpickled. Sending can be held to a number of bytes a second, as a slow line would.
+Nothing is unpickled. Sending can be limited to a number of bytes per second, like a slow line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fedvitals.errors import RecordError
 
 LENGTHS = struct.Struct(">II")  # of the header and of the body
 LONGEST_HEADER, LONGEST_BODY = 1 << 16, 1 << 26
-PACE = 0.01  # seconds from one piece of a throttled message to the next
+PACE = 0.01  # seconds between the pieces of a throttled message
 
 
 def send(line: socket.socket, header: dict[str, Any], body: bytes = b"", bytes_per_second: float | None = None) -> None:
-    """Send one message; where it is throttled, that takes as long as such a line would."""
+    """Send one message; if throttled, at the speed of such a line."""
     told = json.dumps(header).encode()
     message = LENGTHS.pack(len(told), len(body)) + told + body
     if bytes_per_second is None:
@@ -35,7 +35,7 @@ def send(line: socket.socket, header: dict[str, Any], body: bytes = b"", bytes_p
 
 
 def receive(line: socket.socket) -> tuple[dict[str, Any], bytes]:
-    """The next message. EOFError where the other side has gone."""
+    """Return the next message. Raises EOFError if the other side has disconnected."""
     header, body = LENGTHS.unpack(_exactly(line, LENGTHS.size))
     if header > LONGEST_HEADER or body > LONGEST_BODY:
         raise RecordError(f"A message of {header} and {body} bytes was announced: too long for one of this trial.")

@@ -110,7 +110,7 @@ def _flip_in_table(folder: Path, chance: random.Random) -> None:
 
 
 def _invalid_name(path: Path, chance: random.Random) -> None:
-    """Put a byte that is no UTF-8 into a name."""
+    """Put a byte that is not valid UTF-8 into a name."""
     content = path.read_bytes()
     names = [b"train.loss", b"gradient", b"train.accuracy", b"server", b"warning"]
     places = [place for name in names if (place := content.find(name)) >= 0]
@@ -118,7 +118,7 @@ def _invalid_name(path: Path, chance: random.Random) -> None:
 
 
 def _foreign(path: Path, chance: random.Random) -> None:
-    """Put something else in the file's place."""
+    """Replace the file with something else."""
     kind = chance.randrange(5)
     path.unlink()
     if kind == 0:
@@ -135,7 +135,7 @@ def _foreign(path: Path, chance: random.Random) -> None:
 
 
 def _sql(*statements: str) -> Damage:
-    """Change the store through SQLite, as another program may."""
+    """Change the store through SQLite, as another program might."""
 
     def damage(folder: Path, chance: random.Random) -> None:
         with contextlib.closing(sqlite3.connect(folder / "runs.db", isolation_level=None)) as database:
@@ -146,7 +146,7 @@ def _sql(*statements: str) -> Damage:
 
 
 def _on(name: str, damage: Damage) -> Damage:
-    """Apply a damage to one file of the folder, which may have a star in its name."""
+    """Apply a damage to one file of the folder, whose name may contain a star."""
 
     def damaged(folder: Path, chance: random.Random) -> None:
         files = sorted(file for file in folder.glob(name) if file.is_file() and file.stat().st_size)

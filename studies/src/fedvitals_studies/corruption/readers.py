@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks every reader of a store, and the doctor: command line, dashboard, tape, and the records that wait beside it."""
+"""Queries every reader of a store, and the doctor: command line, dashboard, tape, and the records waiting beside it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ FAILED, CRASHED = "failed", "crashed"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a reader returned; `state` is "ok", FAILED (it said why) or CRASHED (a traceback)."""
+    """The answer of a reader; `state` is "ok", FAILED (with a reason) or CRASHED (a traceback)."""
 
     state: str
     text: str
 
 
 def forget() -> None:
-    """Forget which files were seen to be sound: each damaged copy is a new store, though its file may have a number
-    that another had.
-    """
+    """Forget which files were found undamaged: each damaged copy is a new store, but may reuse the inode of another."""
     checksums._SOUND.clear()  # noqa: SLF001
     sqlite._looked_at.clear()  # noqa: SLF001
 
@@ -60,7 +58,7 @@ def _answer(work: Callable[[], str]) -> Answer:
             return Answer("ok", work())
     except FedvitalsError as error:
         return Answer(FAILED, str(error))
-    except Exception:  # noqa: BLE001 - which is what is looked for
+    except Exception:  # noqa: BLE001 - the study looks for exactly these
         return Answer(CRASHED, traceback.format_exc())
 
 
@@ -80,7 +78,7 @@ def _verb(store: Path, verb: str, *arguments: str) -> Answer:
 
 
 def _file(store: Path, verb: str, name: str, *arguments: str) -> Answer:
-    """The files that a verb wrote."""
+    """Return the files that a verb wrote."""
     out = store.parent / name
 
     def work() -> str:
@@ -96,7 +94,7 @@ def _file(store: Path, verb: str, name: str, *arguments: str) -> Answer:
 
 
 def store_answers(store: Path, run: str, *, brief: bool, report: bool) -> Iterator[tuple[str, Answer]]:
-    """Yield what each reader says of a store; only the quick ones when `brief`. A report takes seconds."""
+    """Yield each reader's answer for a store; only the fast ones if `brief`. A report takes seconds."""
     forget()
     yield "runs", _verb(store, "runs", "--json")
     yield "show", _verb(store, "show", run, "--json")
@@ -118,9 +116,7 @@ def store_answers(store: Path, run: str, *, brief: bool, report: bool) -> Iterat
 
 def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
     app = create_app(store)
-    client = TestClient(
-        app, base_url=HOME, raise_server_exceptions=False
-    )  # without what the app does in the background
+    client = TestClient(app, base_url=HOME, raise_server_exceptions=False)  # without the app's background work
     for path in ("runs", f"runs/{run}/overview", f"runs/{run}/clients", f"runs/{run}/findings"):
         with _quiet():
             reply = client.get(f"/api/{path}")
@@ -130,7 +126,7 @@ def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
 
 
 def tape_answers(store: Path, run: str, rounds: int) -> Iterator[tuple[str, Answer]]:
-    """Yield what a reader of the tape gets, round by round and state by state."""
+    """Yield a tape reader's answers, round by round and state by state."""
     folder = Path(f"{store}.d") / "tape" / run
     yield "settings", _answer(lambda: repr(TapeReader(folder).setting))
     yield "replay", _verb(store, "replay", run, "-c", "goto 4", "--json")
@@ -145,12 +141,12 @@ def _state(folder: Path, round_index: int) -> str:
 
 
 def spill_answers(store: Path) -> Iterator[tuple[str, Answer]]:
-    """Yield the records that wait beside a store, by the number that each has."""
+    """Yield the records that wait beside a store, by their numbers."""
     yield "spill", _answer(lambda: json.dumps([repr(record) for record in drain_spill(Path(f"{store}.d"))]))
 
 
 def ask_doctor(store: Path) -> tuple[Answer, bool]:
-    """Return what the doctor says, and whether that is trouble."""
+    """Return the doctor's answer, and whether it reports trouble."""
     forget()
     answer = _verb(store, "doctor", "--json")
     trouble = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sound folders that are damaged: a store at rest with a tape and a spill file, and one whose writer was killed."""
+"""The intact folders to be damaged: a store at rest with a tape and a spill file, and one whose writer was killed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_samples(folder: Path) -> dict[str, Path]:
-    """Make the sound folders; by name: «rest» and «killed»."""
+    """Create the intact folders; by name: «rest» and «killed»."""
     rest, killed = folder / "rest", folder / "killed"
     for place in (rest, killed):
         place.mkdir(parents=True)
@@ -62,7 +62,7 @@ def _train(store: Path) -> None:
 
 
 def _spill(store: Path) -> None:
-    """Leave a file of records as a process does whose store could not be written."""
+    """Leave a file of records, as a process does whose store could not be written."""
     spill = Spill(spill_folder(os.fspath(store)), "store")
     for i in range(30):
         spill.append(Event(Where("spilled", i), float(i), "error", "waits", f"spilled {i}", {"i": i}, "spill", i))

@@ -22,7 +22,7 @@ from fedvitals_studies.corruption.samples import make_samples
 
 OUTCOMES = ("harmless", "reported", "refused", "silent", "untold", "traceback")
 ROUNDS = 8
-# What depends on the clock or the place and not on the store.
+# Depends on the clock or the location, not on the store.
 _CHANGES = re.compile(
     r'/[^\s"\'<>]*?/(?:case|rest|killed)\b|"(?:seconds|age|now|at_seconds|version|bytes|size)": ?[\d.e+-]+'
 )
@@ -30,7 +30,7 @@ _CHANGES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One corruption and how it ended; `why` is what a person needs to look into it."""
+    """One corruption and how it ended; `why` helps to investigate it."""
 
     kind: str
     seed: int
@@ -39,10 +39,10 @@ class Case:
 
 
 class Study:
-    """The sound folders, with what every reader says of them."""
+    """The intact folders, with every reader's answers."""
 
     def __init__(self, folder: Path, *, brief: bool = False) -> None:
-        """Make the folders. `brief`: ask only readers that are quick."""
+        """Create the folders. `brief`: only query fast readers."""
         self._folder, self._brief = folder, brief
         self._samples = make_samples(folder)
         with open_reader(self._samples["rest"] / "runs.db") as reader:
@@ -82,7 +82,7 @@ class Study:
         return readers.store_answers(store, run, brief=self._brief, report=report)
 
     def run(self, kind: str, seed: int) -> Case:
-        """Damage a copy in one way, ask everybody, and compare."""
+        """Damage a copy in one way, query all readers, and compare."""
         store = self._copy(kind)
         KINDS[kind](store.parent, random.Random(f"{kind} {seed}"))  # noqa: S311 - no secrets here
         said, trouble = readers.ask_doctor(store)
@@ -97,10 +97,10 @@ class Study:
         if kind in TAPE and any("on the tape" in answers[name].text for name in failed):
             other = [name for name in other if name != "replay"]  # its list of rounds says what is missing
         if kind in SPILL and other:
-            # Lines that are left out are told by the doctor; a line that came back changed would be silent.
+            # The doctor reports missing lines; a line that came back changed would be silent.
             kept = set(json.loads(sound["spill"].text))
             other = [] if trouble and set(json.loads(answers["spill"].text)) <= kept else other
-        # Through SQL, another program may change any number; then the doctor has to say what cannot be right.
+        # Through SQL, another program may change any number; then the doctor has to report what cannot be right.
         if other and not (trouble and kind in BY_SQL):
             return Case(kind, seed, "silent", f"{other}, doctor {'in trouble' if trouble else 'content'}")
         if (failed or other) and not trouble:
@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
 
 
 def run_study(count: int, seed: int = 0) -> list[Case]:
-    """Run so many corruptions, each kind in its turn."""
+    """Run `count` corruptions, each kind in turn."""
     kinds = [*KINDS]
     with tempfile.TemporaryDirectory() as folder:
         study = Study(Path(folder))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which issue answers which fault. Kept tight: every code that is added here makes the bank easier for everybody."""
+"""Which issues answer which fault. Kept strict: every code added here makes the bank easier for all methods."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.faults.table import FAULTS
 
-# By default a fault is answered by the issue in its truth alone. These have a second answer, and no more than that.
+# By default a fault is answered only by the issue in its truth. These have exactly one more accepted answer.
 ALSO: dict[str, str] = {
-    "not_finite": "NAN_UPDATE",  # the same trouble, seen on the way out of the client
-    "exploding_initialisation": "POOR_INITIALISATION",  # what is seen, and what it comes from
+    "not_finite": "NAN_UPDATE",  # the same trouble, seen as the update leaves the client
+    "exploding_initialisation": "POOR_INITIALISATION",  # the symptom, and its cause
     "vanishing_initialisation": "POOR_INITIALISATION",
     "server_rate_too_high": "OSCILLATION",  # which of the two comes first depends on the factor and the curvature
     "server_rate_too_low": "SLOW_PROGRESS",
 }
 
-# One trouble of the whole run although it is made through clients: nobody of the group is a culprit.
+# A trouble of the whole run although it is caused through clients: nobody of the group is a culprit.
 OF_THE_WHOLE = frozenset({"group_left_behind"})
 
-# Who copied whom cannot be seen from updates: the other one of the pair is neither a hit nor a false accusation.
+# Updates do not show who copied whom: the other one of the pair is neither a hit nor a false accusation.
 PAIRED = {"duplicate": "DUPLICATE_UPDATE", "mimic": "DUPLICATE_UPDATE"}
 
-# What an alarm on a client says about the client itself. The other families describe the state that the whole is in.
+# Families in which an alarm on a client blames the client. The others describe the state of the whole.
 ACCUSING = frozenset({"client", "system"})
 
-# What a user looks into first. A backdoor is made of data, but what the server has to defend against is the update.
+# What a user examines first. A backdoor is made of data, but what the server has to defend against is the update.
 _KINDS_OF_FAMILIES = {
     "labels": ("label_noise", "label_flip", "missing_classes"),
     "inputs": ("input_noise", "input_scale", "channels_swapped"),
@@ -52,7 +52,7 @@ _KINDS_OF_FAMILIES = {
 }
 FAMILY_OF = {kind: family for family, kinds in _KINDS_OF_FAMILIES.items() for kind in kinds}
 BACKDOORS = frozenset({"backdoor", "distributed_backdoor", "edge_case_backdoor", "neurotoxin", "model_replacement"})
-# What somebody does on purpose, and what happens to somebody's data: who lies about the one has no reason to lie about
+# What is done on purpose, as opposed to what happens to data: a client that lies about one has no reason to lie about
 # the other.
 ATTACKS = BACKDOORS | {
     *("free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough", "inner_product"),
@@ -62,7 +62,7 @@ DATA_FAULTS = frozenset(kind for kind, family in FAMILY_OF.items() if family in 
     "group_left_behind"
 }
 
-# Other words for the same cause.
+# Other names for the same cause.
 _CAUSES = {
     "FLIP": "LABEL_FLIP",
     "NOISE": "GAUSSIAN",
@@ -74,18 +74,18 @@ _CAUSES = {
 
 
 def accepted(kind: str, issue: str) -> frozenset[str]:
-    """The codes that answer this fault."""
+    """Return the codes that answer this fault."""
     return frozenset({issue.upper(), *([ALSO[kind]] if kind in ALSO else [])})
 
 
 def accuses(issue: str) -> bool:
-    """Whether an alarm of this issue on a client blames the client. An unknown code does: the harder reading."""
+    """Whether an alarm of this issue on a client blames the client. An unknown code does, which is stricter."""
     known = ISSUES_BY_CODE.get(issue)
     return known is None or known.family in ACCUSING
 
 
 def cause_name(words: str) -> str:
-    """«label noise», `label_noise` and `LABEL_NOISE` are one cause."""
+    """Return a normalised name: «label noise», `label_noise` and `LABEL_NOISE` are one cause."""
     name = re.sub(r"[^A-Z0-9]+", "_", words.upper()).strip("_")
     return _CAUSES.get(name, name)
 
@@ -96,7 +96,7 @@ def nature_of(kind: str) -> str:
 
 
 def family_of_cause(cause: str) -> str | None:
-    """Return the family of a cause that was named, by a fault's kind or by an issue; None: it belongs to none."""
+    """Return the family of a named cause, by a fault's kind or by an issue; None if it belongs to none."""
     name = cause_name(cause)
     for kind, family in FAMILY_OF.items():
         if cause_name(kind) == name:
@@ -112,5 +112,5 @@ def family_of_cause(cause: str) -> str | None:
 
 
 def cause_is_right(cause: str, kind: str, issue: str) -> bool:
-    """The kind of the fault, or the issue that it is filed under; more than that is not accepted."""
+    """Whether the cause is the kind of the fault, or the issue that it is filed under; nothing else is accepted."""
     return cause_name(cause) in {cause_name(name) for name in (kind, *accepted(kind, issue))}

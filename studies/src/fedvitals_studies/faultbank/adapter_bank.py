@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bank whose cases are federations of a language model with adapters: run by `fedvitals_studies.adapters`, which
-plants the issues of language models, and judged by what the detectors of «standard» said while they trained.
+plants the issues of language models, and judged by the live findings of the detectors of «standard».
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RESULTS, PAGE = "runs.jsonl", "README.md"
 
 
 class Federations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """So many federations of each fault, and healthy ones, by seeds that follow each other; in healthy ones, texts may
-    also be padded or foreign (`other_texts`).
+    """A number of federations of each fault, and healthy ones, by consecutive seeds; in healthy ones, texts may also be
+    padded or foreign (`other_texts`).
     """
 
     faults: tuple[str, ...]
@@ -51,7 +51,7 @@ class Federations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return planned(self.faults, self.first_seed, self.planted, self.healthy)
 
     def text(self) -> str:
-        """All settings that are drawn, written out: by this they are known."""
+        """Return all drawn settings as text, which identifies them."""
         other = self.other_texts
         drawn = (drawn_setting(s, f, HEALTHY_ROUNDS, other_texts=other and f is None) for s, f in self.runs())
         return "\n".join(repr(asdict(setting)) for setting in drawn)
@@ -59,7 +59,7 @@ class Federations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class AdapterSummary:
-    """What came of the federations: counts, and a bar for each fault and for alarms in healthy rounds."""
+    """The results of the federations: counts, and a bar for each fault and for alarms in healthy rounds."""
 
     counts: dict[str, int]
     bars: Sequence[Bar]
@@ -79,7 +79,7 @@ def listing(federations: Sequence[Federations]) -> dict[str, Any]:
 def run_federations(
     federations: Sequence[Federations], folder: Path, done: Callable[[str], None], seconds: float | None
 ) -> tuple[AdapterSummary, tuple[Path, ...]]:
-    """Run what is not in the folder yet, for at most so many seconds; returns the figures, and the files written."""
+    """Run what is missing from the folder, for at most `seconds`. Returns the figures, and the files written."""
     runs: list[Judged] = []
     for own in federations:
         part = Part(own.faults, own.first_seed, own.other_texts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bars of the issue «Find what is ill», each with what was obtained on a bank.
+"""The bars of the issue «Find what is ill», each with the figure obtained on a bank.
 
-The banks of attacks are measured by the bars about backdoors and ByzFL's attacks alone, and the others by the others.
+The banks of attacks are only measured by the bars on backdoors and ByzFL's attacks, and the other banks by the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from fedvitals_studies.faultbank.score import Judgement, Target
 from fedvitals_studies.faultbank.strict import alarms_by_group, by_kind, macro_f1, pooled_alarms, recall_beside_full
 
 BANKS_OF_ATTACKS = ("attacks", "tune-attacks")
-LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
+LYING = "/lying"  # at the end of a case's name: the same case with lying culprits
 ATTACKER_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "accused_faulty", "top_1")
-FLIPPED = 0.15  # of a client's samples, at least, for one flipped class to be asked for
+FLIPPED = 0.15  # of a client's samples, at least, for a flipped class to be expected to be found
 NOISY = 0.4  # of a client's labels
 SUCCESSFUL = 0.5  # of the triggered samples, for a backdoor to be one
 BACKDOOR_PARTITION = "dirichlet 0.5"
@@ -31,7 +31,9 @@ def asked_bars(
     alarms: Mapping[str, Sequence[Row]],
     kinds: Sequence[Row],
 ) -> tuple[Bar, ...]:
-    """All bars. `lied`: runs with lies; `at_levels`: at lower privacy levels; `alarms`, `kinds`: rows of `strict`."""
+    """Return all bars. `lied`: runs with lies; `at_levels`: at lower privacy levels; `alarms`, `kinds`: rows of
+    `strict`.
+    """
     apart = [each for each in judged if each.outcome.bank in BANKS_OF_ATTACKS]
     if apart:
         judged, lied, at_levels, alarms, kinds = [], [], [], {}, []
@@ -99,7 +101,7 @@ def _worst_kind(kinds: Sequence[Row]) -> Bar:
 
 
 def looks(judged: Judgements, lied: Judgements, at_levels: Judgements, seen: Collection[str]) -> dict[str, list[Bar]]:
-    """The bars for runs that were never examined before, and for those that were (`seen`: their cases)."""
+    """Return the bars for runs that were never examined before, and for those that were (`seen`: their cases)."""
     found = {}
     for name, is_seen in (("first look", False), ("second look", True)):
         own, own_lied, own_levels = (
@@ -114,8 +116,8 @@ def looks(judged: Judgements, lied: Judgements, at_levels: Judgements, seen: Col
 
 
 def attackers_by_method(by_method: Mapping[str, Judgements]) -> list[Row]:
-    """The bank of attacks: backdoors that succeed, and ByzFL's attacks with the clean runs, by each method that was
-    tried on them.
+    """Return rows on the bank of attacks: successful backdoors, and ByzFL's attacks with the clean runs, by each method
+    that was tried on them.
     """
     rows = []
     for words, wanted in (("backdoors that succeed", _is_open), ("ByzFL's attacks", _is_byzantine)):

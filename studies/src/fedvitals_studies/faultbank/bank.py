@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault bank from its file to its page: train what is missing, examine everything, write what came of it."""
+"""The fault bank from its file to its page: train what is missing, examine everything, write the results."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Stage = Callable[[str, int], Done]
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A data set that is not there, and the cases that are left out because of it."""
+    """A missing data set, and the cases that are left out because of it."""
 
     dataset: str
     cases: int
-    words: str  # where it was sought, and how to get it
+    words: str  # where it was searched, and how to get it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Taken:
 
     @property
     def bars(self) -> Sequence[Bar]:
-        """What is asked for at present."""
+        """Return the current bars."""
         return self.summary.asked if isinstance(self.summary, Summary) else self.summary.bars
 
 
 def listing(bank: Bank) -> dict[str, Any]:
-    """What is in a bank, and the digest by which it is known."""
+    """Return the content of a bank, and the digest that identifies it."""
     if bank.federations:
         return {"bank": bank.name, "digest": bank.digest, **adapter_bank.listing(bank.federations)}
     faulty = [case for case in bank.cases if case.faulty]
@@ -79,7 +79,7 @@ def listing(bank: Bank) -> dict[str, Any]:
 
 
 def without_absent(cases: Sequence[Case], data: Path | None) -> tuple[list[Case], list[Absent]]:
-    """The cases whose data sets are there, and what is missing."""
+    """Return the cases whose data sets exist, and what is missing."""
     folders = search_folders(data)
     words: dict[str, str] = {}
     for case in cases:
@@ -97,18 +97,18 @@ def without_absent(cases: Sequence[Case], data: Path | None) -> tuple[list[Case]
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """How a bank is run, where there is a choice."""
+    """Options for running a bank."""
 
     workers: int = 1
     device: str = "cpu"
-    seconds: float | None = None  # of training; what is not trained by then is left out
+    seconds: float | None = None  # of training; what is not trained by then is skipped
     beside: Path | None = None  # another page's summary.json
     seen: Collection[str] = ()  # cases that were examined before
-    detectors: tuple[str, ...] = ()  # that a user brings, judged beside ours
+    detectors: tuple[str, ...] = ()  # brought by a user, judged beside ours
 
 
 def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
-    """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
+    """Run a bank. Existing results are reused; after an interruption at any moment, it continues where it was."""
     if bank.federations:
         return _take_federations(bank, folder, how, stage)
     other = None if how.beside is None else read_other(how.beside)
@@ -148,7 +148,7 @@ def _take_federations(bank: Bank, folder: Path, how: How, stage: Stage) -> Taken
 def take_home(
     bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None, seen: Collection[str] = ()
 ) -> Taken:
-    """The page of what was trained and examined on another machine (`remote_run`); here, nothing is trained."""
+    """Write the page of what was trained and examined on another machine (`remote_run`); nothing is trained here."""
     other = None if beside is None else read_other(beside)
     merged = merge(bank, files, folder)
     outcomes, made_by = read_all(bank.cases, folder / OUTCOMES)
@@ -199,7 +199,7 @@ def _summary_of_bank(
 
 
 def _left_out(failed: Mapping[str, str]) -> Iterator[str]:
-    """Which cases failed, by the reason."""
+    """Yield which cases failed, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, error in failed.items():
         words = error.strip().splitlines()[-1].removeprefix("fedvitals.errors.ConfigError: ")
@@ -210,7 +210,7 @@ def _left_out(failed: Mapping[str, str]) -> Iterator[str]:
 
 
 def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
-    """Each rule's false alarms, as `diagnosis/rates.json` ships them for docs/issues.md: copied there by hand."""
+    """Write each rule's false alarms, as shipped in `diagnosis/rates.json` for docs/issues.md: copied there by hand."""
     rates = dict.fromkeys(ISSUES_BY_CODE, 0.0) | {
         row.name: round(row.figures["alarms"].value or 0.0, 3) for row in summary.rules
     }
@@ -230,5 +230,5 @@ def _noting(failed: dict[str, str], report: Done) -> Done:
 
 
 def usable_cores() -> int:
-    """As many as this process may use, not as many as the machine has."""
+    """Return the number of cores that this process may use, not the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

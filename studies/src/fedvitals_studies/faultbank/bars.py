@@ -13,14 +13,14 @@ from fedvitals_studies.faultbank.score import Judgement, Outcome, Target
 Judgements = Sequence[Judgement]
 Trained = Callable[[Judgement, Target], bool]
 
-EARLY = 3  # the last round in which the paper's scenarios have to be told apart
+EARLY = 3  # the last round by which the paper's scenarios have to be distinguished
 SCENARIOS = {"exploding_initialisation": "EXPLODING_GRADIENT", "vanishing_initialisation": "VANISHING_GRADIENT"}
-FEW = 5  # culprits found of a kind, under which its share of right causes says too little to be a bar of its own
+FEW = 5  # culprits found of a kind, below which its share of right causes is too uncertain for a bar of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What was asked for, and what was obtained."""
+    """What was required, and the figure obtained."""
 
     name: str
     limit: float
@@ -31,7 +31,9 @@ class Bar:
 
     @property
     def verdict(self) -> str:
-        """By the figure itself; the interval may say that other runs of the same kind would decide otherwise."""
+        """Return the verdict on the figure; the interval may show that other runs of the same kind would decide
+        otherwise.
+        """
         if self.obtained.value is None:
             return "not measured"
         return "met" if self._reached(self.obtained.value) else "missed"
@@ -56,9 +58,10 @@ def bars(
     error: Estimate,
     trained: Trained,
 ) -> tuple[Bar, ...]:
-    """All of them. `lied`: runs with lies; `groups`, `kinds`: rows by group, by fault kind; `error`: of calibration.
+    """Return all bars. `lied`: runs with lies; `groups`, `kinds`: rows by group, by fault kind; `error`: of
+    calibration.
 
-    The time of the detectors is no bar here: the bank's rounds are so small that none would be met. See `bench`.
+    The time of the detectors is no bar here: the bank's rounds are so small that it would never be met. See `bench`.
     """
     return (
         Bar(
@@ -101,7 +104,7 @@ def size_bars(outcomes: Sequence[Outcome]) -> tuple[Bar, ...]:
 
 
 def _worst(name: str, limit: float, groups: Mapping[str, Sequence[Row]], figures: Sequence[str]) -> Bar:
-    """The largest figure of any group; every group counts, however small."""
+    """Return the largest figure of any group; every group counts, however small."""
     found = [
         (row.figures[figure], f"{row.name} ({row.figures[figure].count:.0f} {_UNITS[figure]})")
         for rows in groups.values()
@@ -123,7 +126,7 @@ _UNITS = {
 
 
 def _accused(groups: Mapping[str, Sequence[Row]], kinds: Sequence[Row]) -> Bar:
-    """Every group, clean and faulty runs apart, and the runs of every fault kind."""
+    """Return the bar over every group, clean and faulty runs separately, and the runs of every fault kind."""
     name = "healthy clients accused, worst group or fault kind, share of client-rounds"
     everything = {**groups, "beside": [Row(f"beside {row.name}", row.runs, row.figures) for row in kinds]}
     found = _worst(name, 0.01, everything, ("accused_clean", "accused_faulty"))
@@ -131,7 +134,7 @@ def _accused(groups: Mapping[str, Sequence[Row]], kinds: Sequence[Row]) -> Bar:
 
 
 def _has_single_culprit(each: Judgement, kind: str) -> bool:
-    """Whether the run has one culprit only, with this fault."""
+    """Whether the run has only one culprit, with this fault."""
     faults = each.outcome.faults
     return len(faults) == 1 and faults[0].kind == kind and len(faults[0].nodes) == 1
 
@@ -198,7 +201,7 @@ def _worst_cause(kinds: Sequence[Row]) -> Bar:
 
 
 def _scenario_bars(judged: Judgements) -> tuple[Bar, ...]:
-    """Exploding, vanishing, converging: by what is on the table in round 3, from each run alone."""
+    """Return the bars on exploding, vanishing and converging runs, from what is known in round 3 of each run alone."""
     ill = about(judged, lambda target: target.fault.kind in SCENARIOS)
     clean = [each for each in judged if each.outcome.clean]
     told = [float(_named_early(each) == {SCENARIOS[each.targets[0].fault.kind]}) for each in ill]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of cases on another machine, as a few files to carry home, and how they are taken in here.
+"""Results of cases from another machine, as a few files to transfer, and how they are imported here.
 
-A bundle holds, of each finished case, what is known of it and its outcomes; not the recording, which is ten times as
-large: whoever changes detectors trains again. Of a matrix, as many recordings as there is room for come along, those
-with something to look into first. Bundles of several calls add up, and each tells of the calls before.
+A bundle contains, for each finished case, the facts about it and its outcomes; not the recording, which is ten times as
+large: after a change of detectors, train again. For a matrix, as many recordings as fit are included, the most
+interesting ones first. Bundles of several calls add up, and each lists the calls before.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fedvitals_studies.faultbank.report import OURS
 from fedvitals_studies.faultbank.score import judge
 from fedvitals_studies.packs.unpacked import unpacked
 
-LARGEST = 14 << 20  # bytes of one file: 16 MiB may travel, and what gzip holds back is not counted
+LARGEST = 14 << 20  # size of one file: 16 MiB may be transferred, and gzip's buffer is not counted
 MOST = 8  # files
-MOST_BYTES = 60 << 20  # of all of them together
+MOST_BYTES = 60 << 20  # total of all of them
 PREFIX, SUFFIX = "bank-", ".tar.gz"
-LEVEL = 6  # of gzip: more takes long, and saves little
+LEVEL = 6  # of gzip: a higher one takes long, and saves little
 FACTS = "facts.json"
 RUNS, OUTCOMES = "runs", "outcomes"
 WHAT = "a bundle of cases"
 
 
 class Facts(msgspec.Struct):
-    """Of the first file: which bank it is, what its calls were like, and which cases went wrong."""
+    """In the first file: the bank, its calls, and the cases that failed."""
 
     bank: str
     calls: list[dict[str, Any]]
@@ -48,17 +48,17 @@ class Facts(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What the bundles said besides the cases themselves."""
+    """The information in the bundles besides the cases themselves."""
 
     cases: int
-    failed: Mapping[str, str] = field(default_factory=dict)  # by case: what went wrong
-    calls: Sequence[Mapping[str, Any]] = ()  # each one's machine, versions, how long it took
+    failed: Mapping[str, str] = field(default_factory=dict)  # case → what went wrong
+    calls: Sequence[Mapping[str, Any]] = ()  # each one's machine, versions and duration
 
 
 def write(
     bank: Bank, work: Path, out: Path, calls: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
 ) -> list[Path]:
-    """All finished cases below `work`, in as few files as go; what does not fit in `MOST` files is left out."""
+    """Write all finished cases below `work` to as few files as possible, leaving out what exceeds `MOST` files."""
     out.mkdir(parents=True, exist_ok=True)
     members = [*_members(bank, work)]
     first = [(FACTS, msgspec.json.encode(Facts(bank.digest, [dict(call) for call in calls], dict(failed))))]
@@ -79,7 +79,7 @@ def write(
 
 
 def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
-    """Bundles, or folders of them, into the folder of results. A bundle of another bank is refused."""
+    """Import bundles, or folders of them, into the folder of results. A bundle of another bank is refused."""
     known = {path.name: path for case in bank.cases for path in (*_files(folder, case), _recording(folder, case))}
     failed: dict[str, str] = {}
     calls: list[Mapping[str, Any]] = []
@@ -98,7 +98,7 @@ def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
                 draft = known[name].with_suffix(".draft")
                 draft.write_bytes(content)
                 draft.replace(known[name])
-                cases.add(PurePosixPath(name).stem)  # the same of all files of a case
+                cases.add(PurePosixPath(name).stem)  # the same for all files of a case
     there = {case.name for case in bank.cases if is_there(folder / RUNS, case)}
     return Merged(len(cases), {name: why for name, why in failed.items() if name not in there}, calls)
 
@@ -108,7 +108,7 @@ def _files(folder: Path, case: Case) -> tuple[Path, Path]:
 
 
 def _members(bank: Bank, work: Path) -> Iterator[list[tuple[str, bytes]]]:
-    """Case by case, the two files of each, where both are there."""
+    """Yield case by case the two files of each, if both exist."""
     for case in bank.cases:
         paths = _files(work, case)
         if all(path.exists() for path in paths):
@@ -120,7 +120,7 @@ def _recording(folder: Path, case: Case) -> Path:
 
 
 def _recordings(bank: Bank, work: Path) -> Iterator[list[tuple[str, bytes]]]:
-    """Of a matrix: first the runs with an alarm that is none, or without the one that is due."""
+    """Yield recordings of a matrix: first the runs with a false alarm, or without the expected one."""
     there = [case for case in bank.cases if bank.settings and is_there(work / RUNS, case)]
     for case in sorted(there, key=lambda case: not _of_interest(work, case)):
         path = _recording(work, case)
@@ -137,7 +137,7 @@ def _of_interest(work: Path, case: Case) -> bool:
 
 
 class _Packed:
-    """One bundle in the making, in memory."""
+    """One bundle being written, in memory."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -148,11 +148,11 @@ class _Packed:
         self._tar = tarfile.open(fileobj=self._raw, mode="w:gz", compresslevel=LEVEL)  # noqa: SIM115 - closed below
 
     def takes(self, group: Sequence[tuple[str, bytes]]) -> bool:
-        """Whether it surely fits, however badly it packs."""
+        """Whether the group certainly fits, however badly it compresses."""
         return self.size(group) < LARGEST
 
     def size(self, group: Sequence[tuple[str, bytes]]) -> int:
-        """At most so many bytes, with this group."""
+        """Return an upper bound of the size in bytes, with this group."""
         return self._raw.tell() + sum(len(content) + 1024 for _, content in group)
 
     def add(self, group: Sequence[tuple[str, bytes]]) -> None:

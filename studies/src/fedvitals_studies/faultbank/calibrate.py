@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrate what a sum of evidence is worth: `python -m fedvitals_studies.faultbank.calibrate RUNS`.
+"""Calibrate the probability behind a sum of evidence: `python -m fedvitals_studies.faultbank.calibrate RUNS`.
 
-RUNS are recordings of the bank `tune-wide`, each used as it is and once more with culprits that lie. Clients that an
-exact relation or their data explain are left aside, since they are named by these; so are those with whom nothing that
-could be wrong is. What is left is the share of faulty clients by sum of evidence, for each view, apart for federations
-whose clients pass models to each other, where healthy neighbours of a faulty client look faulty.
+RUNS are recordings of the bank `tune-wide`, each used as it is and once more with lying culprits. Clients explained by
+an exact relation or by their data are excluded, since they are named by these; so are clients without any possible
+cause. What remains is the share of faulty clients by sum of evidence, for each view, separately for federations whose
+clients pass models to each other, where healthy neighbours of a faulty client look faulty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedvitals_studies.faultbank.pool import is_there, load
 from fedvitals_studies.faultbank.recording import Recording
 
 KNOTS = (0.0, 0.25, 1.0, 2.0, 4.0, 6.5, 8.0, 10.0, 14.0, 20.0)  # sums of evidence
-SUREST = 0.97  # of few cases, no more can be said
+SUREST = 0.97  # with few cases, no higher probability is justified
 EVIDENCE = "evidence.json"
 
 
@@ -45,7 +45,7 @@ class Sums:
     faulty: dict[tuple[str, str], list[bool]] = field(default_factory=dict)
 
     def add_run(self, recording: Recording, struck: dict[str, int]) -> None:
-        """Take in a run. `struck`: who is faulty, since when."""
+        """Add a run. `struck`: the faulty clients, and since when."""
         locator = FaultyClientLocator()
 
         def collect(history: History, round_index: int) -> Iterator[Finding]:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault bank's cases: every one an experiment of the lab, and beside each faulty one its clean twin.
 
-A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
-is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
-out one by one (`[[cases]]`), which is how others bring their own. `[[federations]]` are not of the lab (see
-`adapter_bank`). A bank may be `like` another: drawn from the same
-settings, domains and faults, by another seed. `[[controls]]` are healthy runs without a faulty twin. A `[matrix]` of
-healthy settings is expanded by `matrix`.
+A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It is
+expanded by its seed, identically everywhere; its digest is that of all experiments in it. Cases may also be written out
+one by one (`[[cases]]`), which is how users add their own. `[[federations]]` are not of the lab (see `adapter_bank`). A
+bank may be `like` another: drawn from the same settings, domains and faults, by another seed. `[[controls]]` are
+healthy runs without a faulty twin. A `[matrix]` of healthy settings is expanded by `matrix`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LATER = ('pool = "max"\n',)
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A case written out: an experiment as in a file of its own."""
+    """A case written out: an experiment as in a separate file."""
 
     name: str
     experiment: dict[str, Any]
@@ -43,30 +42,30 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A healthy federation that looks unlike the others, with so many seeds: nothing may be said of it."""
+    """A healthy federation that looks unlike the others, with a number of seeds: any alarm on it is false."""
 
     name: str
     group: str  # by which alarms are counted
     experiment: dict[str, Any]
     domain: str = "control"
     runs: int = 3
-    untold: bool = False  # nobody tells the monitor that updates are transformed
+    untold: bool = False  # the monitor is not told that updates are transformed
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     seed: int = 0
-    like: str | None = None  # a bank whose settings, domains and faults these are, too
-    times: float = 1.0  # as many cases of each of its faults, rounded up
+    like: str | None = None  # a bank whose settings, domains and faults are used as well
+    times: float = 1.0  # factor for the number of cases of each of its faults, rounded up
     settings: Settings | None = None
     domains: list[Domain] = msgspec.field(default_factory=list)
     faults: list[Struck] = msgspec.field(default_factory=list)
     cases: list[Written] = msgspec.field(default_factory=list)
     controls: list[Control] = msgspec.field(default_factory=list)
-    levels: list[int] = msgspec.field(default_factory=list)  # privacy levels at which each run is examined once more
+    levels: list[int] = msgspec.field(default_factory=list)  # privacy levels at which each run is examined again
     matrix: Matrix | None = None
-    twins: int | None = None  # of a matrix that it is like: seeds with faults
-    only: list[str] | None = None  # of its settings
+    twins: int | None = None  # for the matrix of the bank that it is like: seeds with faults
+    only: list[str] | None = None  # only these of its settings
     federations: list[Federations] = msgspec.field(default_factory=list)  # of adapters, outside of the lab
 
 
@@ -80,12 +79,12 @@ class Case:
     experiment: Experiment
     strength: str | None = None
     flips_largest: bool = False
-    setting: str | None = None  # of a matrix, which is about our own detectors only: no baselines, no lies
-    untold: bool = False  # nobody tells the monitor that updates are transformed
-    control: Case | None = None  # a clean run that it shares with others; None: one of its own
+    setting: str | None = None  # of a matrix, which is only about our own detectors: no baselines, no lies
+    untold: bool = False  # the monitor is not told that updates are transformed
+    control: Case | None = None  # a clean run shared with others; None: one of its own
     transformation: str | None = None  # of updates on their way, by its name
-    control_group: str | None = None  # of a healthy run that is nobody's twin
-    levels: tuple[int, ...] = ()  # privacy levels at which it is examined once more
+    control_group: str | None = None  # of a healthy run that is no run's twin
+    levels: tuple[int, ...] = ()  # privacy levels at which it is examined again
 
     @property
     def faulty(self) -> bool:
@@ -93,7 +92,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The experiment, written out: by this a case is known."""
+        """The experiment as text, which identifies the case."""
         text = self.experiment.to_toml()
         for line in LATER:
             text = text.replace(line, "")
@@ -101,7 +100,7 @@ class Case:
 
     @property
     def twin(self) -> Case:
-        """The same without its faults: the clean control, and what the damage is measured against."""
+        """The same case without its faults: the clean control, and the reference for the damage."""
         if self.control is not None:
             return self.control
         clean = msgspec.structs.replace(self.experiment, faults=())
@@ -117,7 +116,7 @@ class Bank:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """Each faulty case, then its twin; one of somebody's own without a fault is a clean control as it is."""
+        """Return each faulty case, then its twin; a user's case without a fault is a clean control as it is."""
         found: dict[str, Case] = {}
         for one in self.faulty:
             for case in (one, one.twin) if one.faulty else (one,):
@@ -132,7 +131,7 @@ class Bank:
 
 
 def read_bank(source: str | Path) -> Bank:
-    """A bank by its name («tune», «held-out», «held-out-large», «quick», «healthy», …) or from a file."""
+    """Return a bank by its name («tune», «held-out», «held-out-large», «quick», «healthy», …) or from a file."""
     path = path_of(source)
     file = _read(path)
     if file.like is not None:
@@ -169,14 +168,14 @@ def _read(path: Path) -> File:
 
 
 def _like(file: File, path: Path) -> File:
-    """With what it takes from another bank filled in."""
+    """Return the file with the settings that it takes from another bank filled in."""
     if file.settings is not None or file.domains or file.faults or file.controls or file.matrix is not None:
         raise ConfigError(
             f"{path} is like {file.like}: it has no [settings], [[domains]], [[faults]], [[controls]] or [matrix] of "
             "its own."
         )
     other = _read(path_of(str(file.like)))
-    # A billionth less, so that 1.1 times 10 are 11 in binary digits, too.
+    # A billionth less, so that 1.1 times 10 is 11 in binary digits, too.
     faults = [msgspec.structs.replace(f, cases=math.ceil(f.cases * file.times - 1e-9)) for f in other.faults]
     matrix = None if other.matrix is None else scaled(other.matrix, file.times, file.twins, file.only)
     return msgspec.structs.replace(

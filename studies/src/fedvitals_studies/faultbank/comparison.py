@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two banks side by side: do the detectors behave the same, when cases were drawn anew and trained on another device?
+"""Two banks side by side: do the detectors behave the same on newly drawn cases trained on another device?
 
-The other one is read from its page's summary.json. Intervals that overlap are no proof of equality, but intervals that
-lie apart are a difference that chance in the draw of runs does not explain.
+The other bank is read from its page's summary.json. Overlapping intervals do not prove equality, but disjoint intervals
+are a difference that the random draw of runs does not explain.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIGURES = (
 
 
 def read_other(path: Path) -> Mapping[str, Any]:
-    """The facts of another page: its summary.json, or the folder that it lies in."""
+    """Return the facts of another page: its summary.json, or the folder that contains it."""
     file = path / "summary.json" if path.is_dir() else path
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def read_other(path: Path) -> Mapping[str, Any]:
 
 
 def rows(summary: Summary, other: Mapping[str, Any], heads: Mapping[str, str], percent: frozenset[str]) -> Rows:
-    """The figures of all runs, and F1 by domain."""
+    """Return the figures of all runs, and F1 by domain."""
     ours = next(row for row in summary.methods if row.name == summary.ours).figures
     theirs = _method(other, summary.ours)["figures"]
     found = [(heads[name], name in percent, ours[name], _estimate(theirs.get(name))) for name in FIGURES]
@@ -53,7 +53,7 @@ def rows(summary: Summary, other: Mapping[str, Any], heads: Mapping[str, str], p
 
 
 def verdict(here: Estimate, there: Estimate) -> str:
-    """Whether the intervals overlap."""
+    """Return whether the intervals overlap."""
     ends = (here.low, here.high, there.low, there.high)
     if any(end is None for end in ends):
         return "not known"
@@ -74,7 +74,7 @@ def blocks(table: Iterator[tuple[str, ...]], here: str, there: str) -> list[Bloc
 
 
 def title(banks: Sequence[str], runs: int, trained: Mapping[str, int]) -> str:
-    """`held-out, 922 runs, on cpu`, by where most of them trained."""
+    """Return `held-out, 922 runs, on cpu`, by the device on which most were trained."""
     where = max(trained, key=lambda name: trained[name]) if trained else "cpu"
     return f"{', '.join(banks)}: {runs} runs, on {where}"
 
@@ -85,7 +85,7 @@ def _method(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _estimate(figures: Mapping[str, Any] | None) -> Estimate:
-    """As JSON has it: an infinite delay is null there, with a count beside it."""
+    """Read an estimate from JSON, where an infinite delay is null with a count beside it."""
     if figures is None:
         return NOTHING
     if figures["value"] is None and figures["count"]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well corrections work: each ill run beside its twin that is corrected by itself, and its twin that is well.
+"""How well corrections work: each faulty run with its automatically corrected twin, and its healthy twin.
 
-And how much they harm: a healthy run beside its twin in which findings are raised that are not true.
+And how much they harm: a healthy run with a twin in which false findings are raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedvitals.store import MemoryStore
 
 @dataclass(frozen=True, slots=True)
 class CorrectedRun:
-    """One run under care: what its accuracy was at the end, and what was done."""
+    """One run with corrections: its final accuracy, and the actions taken."""
 
     accuracy: float
     actions: tuple[Action, ...]
@@ -33,7 +33,7 @@ class CorrectedRun:
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """Accuracies at the end: of the well, the ill, and the ill that was corrected."""
+    """Final accuracies: of the healthy run, the faulty run, and the corrected faulty run."""
 
     name: str
     seed: int
@@ -44,12 +44,12 @@ class Cure:
 
     @property
     def recovered(self) -> float:
-        """Share of the clean run's accuracy."""
+        """Return the corrected run's share of the clean run's accuracy."""
         return self.cured / self.clean if self.clean else 0.0
 
     @property
     def harm(self) -> float:
-        """Points of accuracy, in hundredths, that are missing to the clean run; below 0: there are more."""
+        """Return the percentage points of accuracy below the clean run; negative if above."""
         return 100 * (self.clean - self.cured)
 
 
@@ -60,7 +60,7 @@ def course(
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
 ) -> CorrectedRun:
-    """Run an experiment under care, in this process."""
+    """Run an experiment with corrections, in this process."""
     memory = MemoryStore(everything=True)
     with Monitor(None, sinks=[memory], detectors=detectors, cure=cure, host="lab") as monitor:
         accuracy = lab.run(experiment, monitor, data=data, engine=engine, workers=1).accuracy
@@ -76,9 +76,9 @@ def measure(
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
 ) -> list[Cure]:
-    """For each experiment with faults: without its faults, with them, and with them under care.
+    """Run each experiment with faults without its faults, with them, and with them and corrections.
 
-    For one without faults, the harm that care does to it: detectors that raise false findings show the worst case.
+    For one without faults, the harm that corrections do: detectors that raise false findings show the worst case.
     """
     found = []
     for experiment in experiments:
@@ -93,12 +93,12 @@ def measure(
 
 
 def recovered(cures: Sequence[Cure]) -> float:
-    """The median share of the clean run's accuracy, of the runs that their fault had hurt or not."""
+    """Return the median share of the clean run's accuracy, over all runs, harmed by their fault or not."""
     return median(cure.recovered for cure in cures)
 
 
 def worst_harm(cures: Sequence[Cure]) -> float:
-    """The most points of accuracy that a correction has cost."""
+    """Return the most percentage points of accuracy that a correction has cost."""
     return max(cure.harm for cure in cures)
 
 
@@ -115,7 +115,7 @@ CURABLE = (
 
 
 def study(seeds: Sequence[int]) -> list[Cure]:
-    """Faults that hurt, found by the shipped detectors, not planted ones; and as many runs without a fault."""
+    """Measure harmful faults, found by the shipped detectors rather than planted findings; and as many healthy runs."""
     plain = lab.Experiment(
         dataset="digits",
         model=lab.MLP(hidden=(32,)),

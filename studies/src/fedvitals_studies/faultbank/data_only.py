@@ -45,12 +45,12 @@ class DataFigures:
     clients: int = 0  # of clean runs
     rounds: int = 0
     alarms: list[str] = field(default_factory=list)  # in clean runs
-    beside: list[str] = field(default_factory=list)  # healthy clients beside a culprit
+    beside: list[str] = field(default_factory=list)  # healthy clients in runs with a culprit
     skipped: Counter[str] = field(default_factory=Counter)  # cases that cannot be run here, by what is missing
 
     def add(self, case: Case, data: Path | None, *, from_start: bool = False) -> None:
-        """Judge one case of a bank, if its fault is one of the data or it has none. `from_start`: as if it had been
-        there from the beginning, so that peers decide and no past does.
+        """Judge one case of a bank, if its fault is one of the data or it has none. `from_start`: as if the fault had
+        been there from the beginning, so that peers decide rather than the past.
         """
         if {kind_of(type(fault).__name__) for fault in case.experiment.faults} - {*KINDS}:
             return
@@ -102,14 +102,14 @@ class DataFigures:
 
 
 def accusations(site: Site) -> dict[Node, str]:
-    """Return the clients of a federation whose data are called wrong at any time, and the kind of fault."""
+    """Return the clients of a federation whose data are ever called wrong, and the kind of fault."""
     experiment, sketches, watch = site.experiment, DataSketches(), DataWatch()
     accused: dict[Node, str] = {}
     changes = {change for fault in experiment.faults for change in (fault.since, fault.until or 0)}
     if experiment.population is not None:
         changes.update(experiment.population.rounds_of_change(experiment.rounds))
     for round_index in sorted({0, *(change for change in changes if change < experiment.rounds)}):
-        for before in range(max(0, round_index - 1), round_index):  # they were looked at then, and had not changed
+        for before in range(max(0, round_index - 1), round_index):  # they were examined then, and had not changed
             _look(site, watch, before)
         sketches.update(_look(site, watch, round_index))
         present = [node for node in experiment.nodes if node in sketches.newest]
@@ -119,7 +119,7 @@ def accusations(site: Site) -> dict[Node, str]:
 
 
 def _look(site: Site, watch: DataWatch, round_index: int) -> list[Event]:
-    """Return what the clients tell of their data in a round."""
+    """Return what the clients report of their data in a round."""
     told = {node: watch.look(node, site.tensors(node, round_index)) for node in site.experiment.nodes}
     place = {node: Where("", round_index, node) for node in told}
     return [Event(place[node], float(round_index), "info", *own[1]) for node, own in told.items() if own is not None]

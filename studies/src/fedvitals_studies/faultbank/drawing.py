@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing the fault bank's cases from settings, domains and faults, by the bank's seed.
+"""Draws the fault bank's cases from settings, domains and faults, by the bank's seed.
 
-What a published bank draws must never change: a setting that was added later draws from a stream of its own, and only
-where a bank asks for it.
+The draws of a published bank must never change: a setting that was added later draws from a separate stream, and only
+if a bank asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANGES_OF_UPDATES = ("compression", "privacy", "secure_aggregation")  # fields 
 class Domain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A data set with a model, and the local trainings under which it learns.
 
-    A local training may have `least_clients`: with fewer, clients have so many samples that it would take too long.
+    A local training may have `least_clients`: with fewer, each client has so many samples that it would take too long.
     """
 
     name: str
@@ -33,55 +33,56 @@ class Domain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: list[dict[str, Any]]
     most_clients: int = 100
     least_clients: int = 1
-    tags: list[str] = msgspec.field(default_factory=list)  # by which faults choose domains, beside the name
-    partitions: list[Any] | None = None  # other ones than the settings'
+    tags: list[str] = msgspec.field(default_factory=list)  # by which faults select domains, besides the name
+    partitions: list[Any] | None = None  # instead of the settings'
 
 
 class Struck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault, how many cases of it, and the strengths that take turns."""
+    """A fault, its number of cases, and the strengths that take turns."""
 
     kind: str
     cases: int
     vary: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
     culprits: str = "some"  # «some»: one, or two to seven of thirty and more; «attackers»: a fifth; «all»: the run
-    strength: str | None = None  # which setting tells how strong it is
-    onset: bool = True  # whether it may begin later than the run
-    lasts: int | None = None  # so many rounds, from the onset on; None: to the end
-    also: list[dict[str, Any]] = msgspec.field(default_factory=list)  # other faults, of the same nodes and rounds
-    flips_largest: bool = False  # of a label flip: from the class of which the client has most
+    strength: str | None = None  # the setting that determines its strength
+    onset: bool = True  # whether it may begin after the first round
+    lasts: int | None = None  # number of rounds, from the onset on; None: to the end
+    also: list[dict[str, Any]] = msgspec.field(default_factory=list)  # further faults, of the same nodes and rounds
+    flips_largest: bool = False  # for a label flip: from the client's most frequent class
     network: dict[str, Any] | None = None
     domains: list[str] | None = None  # only these, by name or by tag
     topologies: list[str] | None = None
-    partitions: list[Any] | None = None  # other ones than the domain's and the settings'
+    partitions: list[Any] | None = None  # instead of the domain's and the settings'
     least_clients: int = 1
     most_epochs: int | None = None  # of local training
     transformed: float | None = None  # another share of transformed runs than the settings'
 
 
 class Transformation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to updates on their way: fields of an experiment, and where it is possible."""
+    """A transformation of updates on their way: fields of an experiment, and where it is possible."""
 
     experiment: dict[str, Any]
-    untold: bool = False  # nobody tells the monitor
+    untold: bool = False  # the monitor is not told
     topologies: list[str] | None = None
     without: list[str] = msgspec.field(default_factory=list)  # domains, by name or by tag, that cannot have it
-    all_take_part: bool = False  # only where everybody is asked in each round
+    all_take_part: bool = False  # only if all clients are asked in each round
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is drawn for each case; an entry that stands there twice is drawn twice as often."""
+    """What is drawn for each case; an entry that is listed twice is drawn twice as often."""
 
     clients: list[int]
     partitions: list[Any]
     participations: list[float]
     topologies: list[Any]
     rounds: list[int]
-    rounds_partial: list[int]  # where only some take part, more rounds are needed for the same evidence
+    rounds_partial: list[int]  # if only some take part, more rounds are needed for the same evidence
     transformations: list[Transformation] = msgspec.field(default_factory=list)
-    transformed: float = 0.0  # share of the runs that have one of them
+    transformed: float = 0.0  # share of the runs with one of them
     late: float = 0.0  # share of the faults that begin in the second half of the run
-    strikes: int = 0  # rounds in which each culprit takes part with its fault, at least, where there are such clients
-    network: dict[str, Any] | None = None  # of asynchronous federations
+    # Minimum number of rounds in which each culprit takes part with its fault, if there are such clients
+    strikes: int = 0
+    network: dict[str, Any] | None = None  # for asynchronous federations
 
 
 class DrawnRun(NamedTuple):
@@ -104,7 +105,7 @@ def drawn_runs(
             raise ConfigError(f"No domain of the bank {bank} is among those of {fault.kind}: {fault.domains}.")
         for number in range(fault.cases):
             key = f"{seed}/{fault.kind}/{place}/{number}"
-            # Domains and strengths take turns, at different paces, so that all pairs come up.
+            # Domains and strengths take turns, at different paces, so that all pairs occur.
             domain = possible[(number + place) % len(possible)]
             turn = number if len(possible) == 1 else number // len(possible) + number
             strength = fault.vary[turn % len(fault.vary)]
@@ -123,7 +124,7 @@ def drawn_runs(
 
 
 def transformation_of(table: Mapping[str, Any]) -> str | None:
-    """Return the name of what an experiment does to updates, such as «int8» or «top_k, feedback»; None: nothing."""
+    """Return the name of an experiment's transformation of updates, such as «int8» or «top_k, feedback»; None: none."""
     names = []
     for field in CHANGES_OF_UPDATES:
         described = table.get(field)
@@ -151,7 +152,7 @@ def _numbers_of_clients(domain: Domain, fault: Struck, settings: Settings) -> li
 
 
 class _Draw:
-    """The drawing of one run. Its own stream is that of the first bank; whatever came later has another."""
+    """The drawing of one run. Its main stream is that of the first bank; later additions use another."""
 
     def __init__(
         self, settings: Settings, domain: Domain, fault: Struck, strength: Mapping[str, Any], key: str
@@ -217,7 +218,7 @@ class _Draw:
         return Experiment(**{**table, "faults": faults})
 
     def _late(self, since: int) -> int:
-        """Another onset, in the second half of the run, if that is drawn and leaves rounds enough."""
+        """Return a later onset, in the second half of the run, if that is drawn and leaves enough rounds."""
         settings = self._settings
         if not self._fault.onset or not settings.late or self._later.random() >= settings.late:
             return since
@@ -247,7 +248,9 @@ class _Draw:
         return [f"c{index}" for index in sorted(places)]
 
     def _struck_often(self, healthy: Experiment, since: int) -> list[str]:
-        """Culprits that take part often enough with their fault; of clients that are asked as often as any other."""
+        """Return culprits that take part often enough with their fault, from clients that are asked as often as any
+        other.
+        """
         count, every = self._count(), self._strength.get("every", 1)
         strikes = {
             int(node[1:]): sum(at >= since and (at - since) % every == 0 for at in rounds)
@@ -264,7 +267,7 @@ def _kind(described: Any) -> str:
 
 
 def _members(topology: Any) -> int:
-    """Return the fewest clients with which a topology is what it is: two at each edge, in each ring."""
+    """Return the minimum number of clients of a topology: two at each edge, in each ring."""
     table: Mapping[str, Any] = {} if isinstance(topology, str) else topology
     own = {"hierarchical": 2 * table.get("edges", 1), "rings": 2 * table.get("rings", 3), "clustered": 4}
     return int(max(1, own.get(_kind(topology), 1), table.get("buffer", 0)))

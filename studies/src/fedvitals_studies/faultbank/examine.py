@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many recorded cases examined in several processes; each outcome is kept until something that makes it changes."""
+"""Examines many recorded cases in several processes; each outcome is kept until what it depends on changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedvitals_studies.faultbank.pool import Done
 from fedvitals_studies.faultbank.score import Outcome
 from fedvitals_studies.faultbank.workers import Ended, in_processes
 
-# What an outcome is made by, besides the diagnosis as a whole.
+# What an outcome depends on, besides the diagnosis as a whole.
 MAKERS = (
     *(history, sagemaker, updates),
     *(accepted, lying, outcome, privacy_levels, score, recording),
@@ -29,7 +29,7 @@ Task = tuple[Case, Path, Path, str, tuple[str, ...]]
 
 
 class Kept(msgspec.Struct):
-    """On disk: the outcomes of one case (as it is, and with lying culprits), and of what they are made."""
+    """On disk: the outcomes of one case (as it is, and with lying culprits), and the digest of what they depend on."""
 
     sources: str
     outcomes: list[Outcome]
@@ -37,8 +37,8 @@ class Kept(msgspec.Struct):
 
 @cache
 def sources(brought: tuple[str, ...] = ()) -> str:
-    """The digest of everything that has a say in an outcome: source files, tables that are shipped with them, and
-    detectors that a user brings.
+    """Return the digest of everything that influences an outcome: source files, tables that are shipped with them, and
+    a user's own detectors.
     """
     folder = Path(diagnosis.__file__ or "").parent
     files = [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
@@ -53,9 +53,9 @@ def sources(brought: tuple[str, ...] = ()) -> str:
 def examine_all(
     cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done, brought: tuple[str, ...] = ()
 ) -> list[Outcome]:
-    """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out.
+    """Return the outcomes of all cases with runs, in their order; a failing one is reported, and left out.
 
-    So is a run that was brought from elsewhere without its recording, unless its outcome is by these sources.
+    So is a run imported without its recording, unless its outcome is by these sources.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made_by = sources(brought)
@@ -69,12 +69,12 @@ def examine_all(
 
 
 def to_examine(cases: Iterable[Case], folder: Path, brought: tuple[str, ...] = ()) -> int:
-    """For how many of the cases the outcome is not there, or not by these sources."""
+    """Return for how many of the cases the outcome is missing, or not by these sources."""
     return sum(_kept(folder, case, sources(brought)) is None for case in cases)
 
 
 def read_all(cases: Iterable[Case], folder: Path) -> tuple[list[Outcome], set[str]]:
-    """The outcomes that are there, by whatever sources they were made, and by which."""
+    """Return the existing outcomes, by whatever sources, and the digests of these."""
     found: list[Outcome] = []
     made_by = set()
     for case in cases:
@@ -108,14 +108,14 @@ def _read(folder: Path, case: Case) -> Kept | None:
 
 
 def examine(task: Task) -> str | None:
-    """Examine one and keep what came of it; gives what went wrong, if it did."""
+    """Examine one case and keep the outcome. Returns what went wrong, if anything."""
     case, runs, folder, made_by, brought = task
     try:
         outcomes = _outcomes(case, runs, brought)
         draft = file_of(folder, case).with_suffix(".part")
         draft.write_bytes(msgspec.msgpack.encode(Kept(made_by, outcomes)))
         draft.replace(file_of(folder, case))
-    except Exception:  # noqa: BLE001 - whatever one case does, the others go on
+    except Exception:  # noqa: BLE001 - whatever happens in one case, the others continue
         return traceback.format_exc(limit=-4)
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault bank's figures: each a function of judgements, by the name under which tables and bars ask for it."""
+"""The fault bank's figures: each a function of judgements, by the name that tables and bars use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Judgements = Sequence[Judgement]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: how many runs it rests on, and its figures."""
+    """One row of a table: the number of runs behind it, and its figures."""
 
     name: str
     runs: int
@@ -64,7 +64,9 @@ def _clients(judged: Judgements) -> list[float]:
 
 
 def _top(judged: Judgements, places: int) -> Estimate:
-    """Of the runs with a culprit whom peers can give away: a straggler or a crash is no matter of rank."""
+    """Return the share of runs with a top-ranked culprit, among culprits that peers can reveal: not stragglers or
+    crashes.
+    """
     ranked = [e for e in judged if e.top is not None and any(t.fault.family != "system" for t in _on_clients(e))]
     return share([float((e.top or 0) < places) for e in ranked], [1.0] * len(ranked))
 
@@ -158,13 +160,13 @@ def row(name: str, judged: Judgements, figures: Iterable[str]) -> Row:
 
 
 def about(judged: Judgements, wanted: Callable[[Target], bool]) -> list[Judgement]:
-    """The runs that have such targets, seen for these targets only; false accusations in them stay."""
+    """Return the runs with such targets, restricted to these targets; false accusations in them stay."""
     kept = [each.only([target for target in each.targets if wanted(target)]) for each in judged]
     return [each for each in kept if each.targets]
 
 
 def split(judged: Judgements, key: Callable[[Outcome], Any]) -> dict[Any, list[Judgement]]:
-    """Runs by a property, in the property's order."""
+    """Return runs by a property, in the property's order."""
     found: dict[Any, list[Judgement]] = {}
     for each in judged:
         found.setdefault(key(each.outcome), []).append(each)
@@ -185,7 +187,7 @@ GROUPS: dict[str, Callable[[Outcome], str]] = {
 
 
 def of_issue(judged: Judgements, issue: str) -> Row:
-    """An issue alone: its targets in all runs, its cases in all runs; a case is true only if it is the right issue."""
+    """Return the row of one issue: its targets and cases in all runs; a case is only true if the issue is right."""
     hits, targets, right, wrong = [], [], [], []
     for each in judged:
         mine = [target for target in each.targets if target.fault.issue.upper() == issue]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn `diagnosis.evidence.log_odds` on the tuning set: `python -m fedvitals_studies.faultbank.fit RUNS`.
 
-Limits come from runs scored by models that never saw their domain (leave-domains-out): from models that
-did, a nominal half alarm per 100 rounds becomes two and more on other data. The models that are shipped are then learnt
-on all domains of the tuning set. Nothing of the held-out set is read.
+Limits come from runs scored by models that never saw their domain (leave-domains-out): from models that did, a nominal
+half alarm per 100 rounds becomes two and more on other data. The shipped models are then trained on all domains of the
+tuning set. Nothing of the held-out set is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedvitals.stats import Array
 from fedvitals_studies.faultbank.cases import Case, read_bank
 from fedvitals_studies.faultbank.pool import is_there, load
 
-# Of these, what the model is asked is answered elsewhere, or has no one answer.
+# For these, the model's question is answered elsewhere, or has no single answer.
 ASIDE = {"group_left_behind", "wrong_sample_count", "frozen_layer", "not_finite", "dominant_client"}
 FOLDS = (
     ("cifar10-cnn", "digits-mlp"),
@@ -39,7 +39,7 @@ FOLDS = (
 BUDGETS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)  # alarms per 100 healthy rounds
 SMALL_MORE = 4.0
 NEVER = 1e9
-NEGATIVES = 0.2  # share of the healthy client-rounds that is learnt from; weighted up to all of them
+NEGATIVES = 0.2  # share of the healthy client-rounds used for training; weighted up to all of them
 SCORED = {"telemetry": 3 * len(SIGNS), "server": 3 * len(SERVER), "flip": 3 * len(SIGNS)}
 
 
@@ -52,12 +52,12 @@ class Rows:
     cohort: str
     rounds: int
     nodes: list[str]
-    kinds: list[str]  # of the fault that strikes the client in this round; "" for none
+    kinds: list[str]  # of the fault that affects the client in this round; "" for none
     found: dict[str, Array]
     evidence: dict[str, Array] = field(default_factory=dict)
 
     def target(self, view: str) -> npt.NDArray[np.int64]:
-        """1 faulty, 0 healthy, -1 not learnt from."""
+        """Return 1 for faulty, 0 for healthy, -1 for not used in training."""
         sought = {"label_flip"} if view == "flip" else set(ISSUE_OF)
         aside = ASIDE | (set(ISSUE_OF) - sought)
         return np.array([1 if kind in sought else -1 if kind in aside else 0 for kind in self.kinds])
@@ -97,7 +97,7 @@ def _kind(fault: dict[str, Any] | None, number: int) -> str:
 
 
 def learn(runs: Sequence[Rows], view: str) -> tuple[Any, Any]:
-    """Boosted trees and a linear model, every domain with about the same say."""
+    """Return boosted trees and a linear model, every domain with about the same weight."""
     from sklearn.ensemble import HistGradientBoostingClassifier  # noqa: PLC0415 - needed for learning only
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
@@ -127,7 +127,7 @@ def judge(models: tuple[Any, Any], features: Array, view: str) -> Array:
 
 
 def totals(run: Rows, view: str) -> Array:
-    """The running sums of `locate`, client-round by client-round."""
+    """Return the running sums of `locate`, client-round by client-round."""
     gained = np.clip(run.evidence[view] + DRIFT[view], LEAST, MOST)
     now: dict[str, float] = {}
     found = np.empty(len(gained))
@@ -149,20 +149,20 @@ def alarms(run: Rows, sums: Array, limit: float) -> int:
 
 
 def limits_of(runs: Iterable[Rows], view: str) -> dict[str, list[list[float]]]:
-    """For each kind of cohort and number of alarms allowed, the smallest limit that keeps to it on clean runs."""
+    """Return, by kind of cohort and number of alarms allowed, the smallest limit that respects it on clean runs."""
     clean = [(run, totals(run, view)) for run in runs if run.clean]
     found: dict[str, list[list[float]]] = {}
     for cohort in ("partial", "small", "large", "exchanging"):
-        # Too few runs of a kind tell nothing of one alarm in a thousand rounds: small cohorts lean on all others.
+        # Too few runs of a kind cannot determine one alarm in a thousand rounds: small cohorts also use all others.
         these = [(run, sums) for run, sums in clean if run.cohort == cohort]
         rounds = sum(run.rounds for run, _ in these)
         rates = [(h, 100 * sum(alarms(run, sums, h) for run, sums in these) / max(1, rounds)) for h in _grid()]
         found[cohort] = [[budget, next((h for h, rate in rates if rate <= budget), CAP)] for budget in BUDGETS]
-    if view == "server":  # what a client of such a group sent is its neighbours' doing as well: nobody is accused of it
+    if view == "server":  # an update in such a group also depends on the neighbours: nobody is accused by it
         found["exchanging"] = [[budget, NEVER] for budget in BUDGETS]
     small = sum(run.rounds for run, _ in clean if run.cohort == "small")
     found["small"] = [
-        # Fewer alarms than one cannot be counted: there, so much more is asked for than of large cohorts.
+        # Fewer than one alarm cannot be counted: there, the limit of large cohorts is raised by a fixed amount.
         [b, large + SMALL_MORE if b * small < 100 else max(h, large)]
         for (b, h), (_, large) in zip(found["small"], found["large"], strict=True)
     ]
@@ -174,7 +174,7 @@ def _grid() -> list[float]:
 
 
 def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
-    """A linear model of which kind of fault it is, learnt on faulty client-rounds."""
+    """Return a linear model of the kind of fault, trained on faulty client-rounds."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     if view == "flip":
@@ -196,12 +196,12 @@ def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
 
 
 def as_numbers(models: tuple[Any, Any], view: str) -> dict[str, Any]:
-    """The models as plain numbers."""
+    """Return the models as plain numbers."""
     trees, straight = models
     packed: dict[str, list[Any]] = {
         name: [] for name in ("feature", "limit", "left", "right", "missing_left", "value", "leaf")
     }
-    nodes = [predictor[0].nodes for predictor in trees._predictors]  # noqa: SLF001 - there is no public way to them
+    nodes = [predictor[0].nodes for predictor in trees._predictors]  # noqa: SLF001 - there is no public access to them
     most = max(len(tree) for tree in nodes)
     for tree in nodes:
         rest = most - len(tree)

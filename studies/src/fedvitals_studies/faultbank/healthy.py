@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a matrix of healthy settings came to: alarms where nothing was wrong, and how much of what was wrong was found.
+"""The results of a matrix of healthy settings: false alarms, and the share of planted faults that were found.
 
 An alarm is a case of severity «warning» or worse, as everywhere in the bank. The first setting is the plain one, and
-the recall of the others is held against its recall.
+the recall of the others is compared with its recall.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fedvitals_studies.faultbank.report import OURS
 from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Judgement, Outcome, Raised, judge
 
-LEAST_RECALL = 0.8  # of the plain setting's
+LEAST_RECALL = 0.8  # of the plain setting's recall
 POOLED = "all settings"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the matrix with what our detectors say of it."""
+    """A run of the matrix with our detectors' results."""
 
     case: Case
     judgement: Judgement
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One setting, or all together."""
+    """One setting, or all combined."""
 
     name: str
     group: str
@@ -60,11 +60,11 @@ class Line:
     alarms: Estimate  # per 100 healthy rounds
     raised: int
     critical: int
-    recall: Mapping[str, Estimate]  # by fault kind: right node and an accepted issue
+    recall: Mapping[str, Estimate]  # fault kind → recall: right node and an accepted issue
     recall_all: Estimate
     located: Mapping[str, Estimate]  # right node, whatever the issue
     located_all: Estimate
-    undecidable: Mapping[str, str]  # fault kinds that were missed where rules had said that they could not judge
+    undecidable: Mapping[str, str]  # fault kinds that were missed where rules had reported that they could not judge
     not_judged: Estimate  # share of the healthy runs' client-rounds
     secure: bool
     score: Sequence[float]  # of the healthy runs on the server's test, first and last round; accuracy, else loss
@@ -80,15 +80,15 @@ class Healthy:
     lines: Sequence[Line]
     pooled: Line
     bars: Sequence[Bar]
-    alarms: Sequence[Mapping[str, Any]]  # each false case, for who looks into it
-    missed: Sequence[Mapping[str, Any]]  # each fault that was not found, with what was said instead
+    alarms: Sequence[Mapping[str, Any]]  # each false case, for investigation
+    missed: Sequence[Mapping[str, Any]]  # each fault that was not found, with what was reported instead
 
     @property
     def plain(self) -> Line:
         return self.lines[0]
 
     def as_facts(self) -> dict[str, Any]:
-        """For JSON: the same with the verdicts; the lists are files of their own."""
+        """Return the facts for JSON, with the verdicts; the lists are separate files."""
         facts = {name: value for name, value in asdict(self).items() if name not in ("alarms", "missed")}
         for entry, bar in zip(facts["bars"], self.bars, strict=True):
             entry["verdict"], entry["certain"] = bar.verdict, bar.certain
@@ -96,7 +96,7 @@ class Healthy:
 
 
 def summarise_matrix(bank: Bank, outcomes: Sequence[Outcome], abouts: Mapping[str, About]) -> Healthy:
-    """`abouts`: what is known of each run, by its case's name."""
+    """Summarise a matrix. `abouts`: the facts about each run, by its case's name."""
     cases = {case.name: case for case in bank.cases}
     runs = [Run(cases[o.case], judge(o, OURS), abouts[o.case]) for o in outcomes]
     lines = []
@@ -149,7 +149,9 @@ def line_of(setting: Setting, runs: Sequence[Run]) -> Line:
 
 
 def _excused(run: Run, setting: Setting) -> bool:
-    """Missed, but the setting's kind is known to be undecidable, and the run's findings say that rules abstained."""
+    """Whether it was missed, but the setting's kind is known to be undecidable, and the run's findings report
+    abstentions.
+    """
     return run.fault in setting.undecidable and not run.hit and run.outcome.not_judged > 0
 
 
@@ -159,7 +161,7 @@ def _recall(runs: Sequence[Run], setting: Setting, is_hit: Callable[[Run], bool]
 
 
 def _score(clean: Sequence[Run]) -> tuple[tuple[float, ...], str]:
-    """The mean over the runs, first and last."""
+    """Return the mean over the runs, first and last."""
     for name in ("accuracy", "loss"):
         courses = [course for run in clean if (course := getattr(run.about, name))]
         if courses:
@@ -169,7 +171,7 @@ def _score(clean: Sequence[Run]) -> tuple[tuple[float, ...], str]:
 
 
 def _alarms_of(outcome: Outcome, case: Raised) -> list[Alarm]:
-    """The alarms that make a case."""
+    """Return the alarms of a case."""
     rounds = set(case.rounds)
     return [
         alarm
@@ -256,7 +258,7 @@ def bars_of(lines: Sequence[Line], pooled: Line, runs: Sequence[Run]) -> tuple[B
 
 
 def ratio(line: Line, plain: Line) -> float | None:
-    """A setting's recall as a share of the plain one's."""
+    """Return a setting's recall as a share of the plain one's."""
     if line.recall_all.value is None or not plain.recall_all.value:
         return None
     return line.recall_all.value / plain.recall_all.value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a matrix of healthy settings, and beside it each alarm and each missed fault as a line of JSON."""
+"""Writes the page of a matrix of healthy settings, and each alarm and each missed fault as a line of JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOTES = (
 
 
 def write_matrix_page(matrix: Healthy, folder: Path, remarks: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Writes index.html, README.md, summary.json and the two lists; gives the files."""
+    """Write index.html, README.md, summary.json and the two lists. Returns the files."""
     blocks = _blocks(matrix, remarks)
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
@@ -49,7 +49,7 @@ def write_matrix_page(matrix: Healthy, folder: Path, remarks: Sequence[str] = ()
 
 
 def head(matrix: Healthy) -> tuple[str, ...]:
-    """The columns of a table of settings."""
+    """Return the columns of a table of settings."""
     kinds = tuple(kind.replace("_", " ") for kind in matrix.pooled.recall)
     return ("setting", "rounds", "alarms per 100 [95 %]", "critical", *kinds, "of plain", "not judged", "score")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures over runs with 95 % intervals: runs are drawn again with replacement, since alarms cluster within a run.
+"""Figures over runs with 95 % intervals: runs are resampled with replacement, since alarms cluster within a run.
 
-Where every run says the same (all found, no alarm at all), drawing again says nothing; the far end is then the exact
-bound for as many runs, or rounds, without an exception.
+If every run has the same result (all found, no alarm at all), resampling is uninformative; the far end is then the
+exact bound for as many runs, or rounds, without an exception.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = Estimate(None, None, None, 0)
 
 @lru_cache(maxsize=32)
 def _weights(runs: int) -> Floats:
-    """How often each run comes up in each draw."""
+    """Return how often each run occurs in each draw."""
     chance = np.random.default_rng(SEED)
     return chance.multinomial(runs, np.full(runs, 1 / runs), size=DRAWS).astype(np.float64)
 
@@ -50,13 +50,13 @@ def _ends(values: Floats) -> tuple[float | None, float | None]:
     finite = values[~np.isnan(values)]
     if not finite.size:
         return None, None
-    # An order statistic, not an interpolation: a delay of 3.5 rounds between 2 and «never» is no delay.
+    # An order statistic, not an interpolation: 3.5 rounds between 2 and «never» would not be a delay.
     low, high = np.quantile(finite, [TAIL, 1 - TAIL], method="nearest")
     return float(low), float(high)
 
 
 def of_sums(counts: ArrayLike, figure: Callable[[Floats], Floats], count: float, largest: float = 1.0) -> Estimate:
-    """A figure of sums over runs. `counts`: [runs, sums]; `figure`: from [..., sums] to [...], NaN where undefined."""
+    """Return a figure of sums over runs. `counts`: [runs, sums]; `figure`: [..., sums] to [...], NaN if undefined."""
     table = np.asarray(counts, dtype=np.float64)
     if not len(table):
         return NOTHING
@@ -66,7 +66,7 @@ def of_sums(counts: ArrayLike, figure: Callable[[Floats], Floats], count: float,
             return NOTHING
         low, high = _ends(figure(_weights(len(table)) @ table))
     runs = int((table.sum(axis=1) > 0).sum())
-    bound = 1 - TAIL ** (1 / runs) if runs else 1.0  # the largest rate of exceptions that shows none in so many runs
+    bound = 1 - TAIL ** (1 / runs) if runs else 1.0  # the largest rate of exceptions that shows none in this many runs
     if value == 0 and high == 0:
         high = bound * largest
     if value == largest and low == largest:
@@ -75,12 +75,12 @@ def of_sums(counts: ArrayLike, figure: Callable[[Floats], Floats], count: float,
 
 
 def share(part: Sequence[float], whole: Sequence[float]) -> Estimate:
-    """Sum of the parts over sum of the wholes."""
+    """Return the sum of the parts over the sum of the wholes."""
     return of_sums(np.column_stack([part, whole]), lambda sums: sums[..., 0] / sums[..., 1], float(sum(whole)))
 
 
 def rate(events: Sequence[float], rounds: Sequence[float], per: float = 100.0) -> Estimate:
-    """Events per so many rounds; without any, up to what a Poisson process would still show as none."""
+    """Return events per `per` rounds; without any, up to the rate at which a Poisson process would still show none."""
     found = of_sums(
         np.column_stack([events, rounds]), lambda sums: per * sums[..., 0] / sums[..., 1], sum(rounds), math.inf
     )
@@ -90,7 +90,7 @@ def rate(events: Sequence[float], rounds: Sequence[float], per: float = 100.0) -
 
 
 def poisson_rate(events: int, rounds: int, per: float = 100.0) -> Estimate:
-    """Events per so many rounds with the exact limits of a Poisson process."""
+    """Return events per `per` rounds with the exact limits of a Poisson process."""
     if not rounds:
         return NOTHING
     low = _poisson_mean(events, lambda mean: 1 - _poisson_below(events, mean) > TAIL) if events else 0.0
@@ -99,12 +99,12 @@ def poisson_rate(events: int, rounds: int, per: float = 100.0) -> Estimate:
 
 
 def _poisson_below(count: int, mean: float) -> float:
-    """The chance of fewer than `count` events."""
+    """Return the probability of fewer than `count` events."""
     return sum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count))
 
 
 def _poisson_mean(events: int, reached: Callable[[float], bool]) -> float:
-    """The smallest mean for which it is so, by bisection."""
+    """Return the smallest mean that satisfies `reached`, by bisection."""
     low, high = 1e-9, 4.0 * events + 20
     for _ in range(60):
         middle = (low + high) / 2
@@ -115,7 +115,7 @@ def _poisson_mean(events: int, reached: Callable[[float], bool]) -> float:
 def harmonic(
     hits: Sequence[float], targets: Sequence[float], true: Sequence[float], false: Sequence[float]
 ) -> Estimate:
-    """F1 of recall = hits / targets and precision = true / (true + false). With targets, none found is 0."""
+    """Return F1 of recall = hits / targets and precision = true / (true + false). With targets, none found is 0."""
 
     def figure(sums: Floats) -> Floats:
         recall = sums[..., 0] / sums[..., 1]
@@ -128,7 +128,7 @@ def harmonic(
 
 
 def median(delays: Sequence[Sequence[float]]) -> Estimate:
-    """The delay within which at least half were found, over all targets of all runs; infinite: fewer than half were."""
+    """Return the delay within which at least half were found, over all targets; infinite if fewer than half were."""
     every = sorted({delay for run in delays for delay in run})
     if not every:
         return NOTHING
@@ -148,7 +148,7 @@ def median(delays: Sequence[Sequence[float]]) -> Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """About as many stated probabilities as in any other bin: their mean, and how often it was so."""
+    """A bin with about as many stated probabilities as the others: their mean, and the observed frequency."""
 
     stated: float
     observed: float
@@ -156,13 +156,13 @@ class Bin:
 
 
 def calibration(runs: Sequence[Sequence[tuple[float, bool]]], bins: int = BINS) -> tuple[Estimate, tuple[Bin, ...]]:
-    """Expected calibration error over bins of equal mass, and the bins."""
+    """Return the expected calibration error over bins of equal mass, and the bins."""
     stated = np.asarray([stated for run in runs for stated, _ in run])
     true = np.asarray([float(was) for run in runs for _, was in run])
     owner = np.asarray([place for place, run in enumerate(runs) for _ in run], dtype=np.int64)
     if not stated.size:
         return NOTHING, ()
-    # Equal probabilities stay together, so bins are of equal mass only as far as the probabilities are different.
+    # Equal probabilities stay together, so bins are only of equal mass as far as the probabilities differ.
     levels, level, counts = np.unique(stated, return_inverse=True, return_counts=True)
     middles = (np.cumsum(counts) - counts / 2) / stated.size
     of_level = np.minimum((middles * min(bins, len(levels))).astype(np.int64), bins - 1)

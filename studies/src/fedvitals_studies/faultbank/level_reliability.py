@@ -29,7 +29,7 @@ Stated = dict[str, tuple[float, bool]]
 
 
 def statements(outcome: Outcome) -> Iterator[tuple[bool, Stated]]:
-    """Yield for each client's case whether the learnt evidence alone made it, and what it stated."""
+    """Yield for each client's case whether only the learnt evidence made it, and what it stated."""
     newest: dict[tuple[str, str], Alarm] = {}
     for alarm in outcome.methods.get(OURS, ()):
         if alarm.node in outcome.present and alarm.severity != "note" and alarm.causes and alarm.node is not None:
@@ -52,7 +52,7 @@ def _beside_truth(
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return the reliability of each level as Markdown, the learnt evidence apart from what is exact."""
+    """Return the reliability of each level as Markdown, the learnt evidence separate from exact tests."""
     by_part: dict[str, dict[str, list[list[tuple[float, bool]]]]] = {}
     for outcome in outcomes:
         if outcome.level is not None:

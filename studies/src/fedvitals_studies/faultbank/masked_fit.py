@@ -49,9 +49,9 @@ from fedvitals_studies.faultbank.recording import Recording
 from fedvitals_studies.faultbank.run import About
 
 MASKED = 0.3  # of the groups, in the copy of a run
-STRIKES = 6  # of a fault, within which its client must exceed the limit
+STRIKES = 6  # occurrences of a fault within which its client must exceed the limit
 BUDGET = 0.3  # alarms per 100 healthy rounds, of one view; one of `fit.BUDGETS`
-GROUPS = {  # of signs that are missing together
+GROUPS = {  # signs that are missing together
     "fit": {*FIT, "confusion", "accuracy", "flip"},
     "gradient": {"gradient", "gradient_last", "gradient_ratio", "gradient_first", "rate", "samples_per_step"},
     "labels": {"diversity"},
@@ -86,7 +86,7 @@ class MaskedScorer(Scorer):
     """As `Scorer`, except that what was not measured has no score."""
 
     def __call__(self, vitals: VitalSigns) -> Scores | None:
-        """Return the scores of a round, NaN where nothing is known; None if there are too few clients to compare."""
+        """Return the scores of a round, NaN where unknown; None if there are too few clients to compare."""
         if len(vitals.nodes) < FEWEST:
             return None
         rows = self._clients.rows_of(vitals.nodes)
@@ -117,7 +117,9 @@ class MaskedScorer(Scorer):
 
 @dataclass
 class Watched:
-    """One run, as it is or with culprits that lie, its features by both scorers, and who is explained exactly."""
+    """One run, as it is or with lying culprits, its features by both scorers, and the clients with an exact
+    explanation.
+    """
 
     shipped: Rows
     masked: Rows
@@ -126,7 +128,7 @@ class Watched:
 
 
 def watched(recording: Recording, about: About, domain: str, *, lies: bool) -> Watched | None:
-    """Return a run's client-rounds; None if nobody is compared in it, as where updates are transformed."""
+    """Return a run's client-rounds; None if clients are not compared in it, as when updates are transformed."""
     scorers = {"shipped": Scorer(), "masked": MaskedScorer()}
     parts: dict[str, dict[str, list[Array]]] = {name: {view: [] for view in VIEWS} for name in scorers}
     nodes, kinds, explained = list[Node](), list[str](), list[bool]()
@@ -170,7 +172,7 @@ def _explained(history: History, number: int) -> set[Node]:
 
 
 def _kind(fault: Mapping[str, object] | None, number: int) -> str:
-    """Return the kind of a fault that strikes in this round."""
+    """Return the kind of a fault that occurs in this round."""
     if fault is None or number < int(str(fault["since"])):
         return ""
     every = fault.get("every")
@@ -187,7 +189,7 @@ def with_masks(run: Rows, chance: np.random.Generator) -> Rows:
 
 
 def found_culprits(run: Watched, rows: Rows, view: str, limit: float) -> Iterator[tuple[str, bool]]:
-    """Yield the kind of each culprit that nothing exact explains, and whether its sum exceeded the limit in time."""
+    """Yield the kind of each culprit without an exact explanation, and whether its sum exceeded the limit in time."""
     sums, strikes = totals(rows, view), dict[Node, int]()
     hits, exact, kinds = set[Node](), set[Node](), dict[Node, str]()
     for node, kind, total, explained in zip(rows.nodes, rows.kinds, sums, run.explained, strict=True):
@@ -201,7 +203,7 @@ def found_culprits(run: Watched, rows: Rows, view: str, limit: float) -> Iterato
 
 
 def report(runs: Sequence[Watched], view: str) -> Iterator[str]:
-    """Yield one line per model and way of telling: culprits found of those that nothing exact explains."""
+    """Yield one line per model and kind of report: culprits found among those without an exact explanation."""
     for name in ("shipped", "masked"):
         limits = limits_of((getattr(run, name) for run in runs if not run.lies), view)
         for lies in (False, True):

@@ -20,11 +20,11 @@ from fedvitals.lab import streams
 from fedvitals.lab.experiment import Experiment
 
 ENOUGH = 6  # participations of a culprit with its fault
-SPARE = 2  # more than that, where all take part
+SPARE = 2  # additional ones, if all take part
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One healthy federation. What its experiment does not say is as in the matrix's base."""
+    """One healthy federation. What its experiment does not set is as in the matrix's base."""
 
     name: str
     group: str
@@ -32,9 +32,9 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int = 30
     seeds: int = 10
     onset: int = 8
-    faults: list[dict[str, Any]] | None = None  # other ones than the matrix's
-    untold: bool = False  # nobody tells the monitor that updates are transformed
-    undecidable: dict[str, str] = msgspec.field(default_factory=dict)  # by fault kind: why it may stay unseen
+    faults: list[dict[str, Any]] | None = None  # instead of the matrix's
+    untold: bool = False  # the monitor is not told that updates are transformed
+    undecidable: dict[str, str] = msgspec.field(default_factory=dict)  # fault kind → why it may remain undetected
 
 
 class Matrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 
 def runs_of(matrix: Matrix, seed: int) -> Iterator[Run]:
-    """Of each setting and seed the healthy run, then the faulty ones."""
+    """Yield for each setting and seed the healthy run, then the faulty ones."""
     for setting in matrix.settings:
         for number in range(setting.seeds):
             chance = random.Random(f"{seed}/{setting.name}/{number}")  # noqa: S311 - no secrets here
@@ -69,10 +69,10 @@ def runs_of(matrix: Matrix, seed: int) -> Iterator[Run]:
 
 
 def _struck(setting: Setting, table: dict[str, Any], fault: dict[str, Any], chance: random.Random) -> Experiment:
-    """The federation with a fault, as many rounds of it as are needed to judge a culprit."""
+    """Return the federation with a fault, with as many rounds of it as are needed to judge a culprit."""
     participation = table.get("participation", 1.0)
     buffer = (table.get("topology") or {}).get("buffer") if isinstance(table.get("topology"), dict) else None
-    if buffer is not None:  # asynchronous: so many of the clients arrive in a round
+    if buffer is not None:  # asynchronous: this many of the clients arrive in a round
         participation = buffer / table["clients"]
     after = math.ceil((ENOUGH + SPARE) / min(1.0, participation))
     clean = _experiment(setting, {**table, "rounds": setting.onset + after})
@@ -92,7 +92,7 @@ def _experiment(setting: Setting, table: dict[str, Any]) -> Experiment:
 
 
 def called(experiment: Experiment) -> dict[str, list[int]]:
-    """In which rounds each client was asked to take part, whatever became of it."""
+    """Return the rounds in which each client was asked to take part, whatever the outcome."""
     found: dict[str, list[int]] = {}
     for number in range(experiment.rounds):
         members = experiment.members(number)
@@ -103,7 +103,7 @@ def called(experiment: Experiment) -> dict[str, list[int]]:
 
 
 def scaled(matrix: Matrix, times: float, twins: int | None, only: Sequence[str] | None) -> Matrix:
-    """With so many times the seeds of each setting, rounded up; of some settings only."""
+    """Return the matrix with `times` as many seeds of each setting, rounded up; of some settings only."""
     known = [setting.name for setting in matrix.settings]
     if only is not None and set(only) - set(known):
         raise ConfigError(f"There is no setting {min(set(only) - set(known))!r}. Known: {', '.join(known)}.")

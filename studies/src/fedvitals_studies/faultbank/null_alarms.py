@@ -36,7 +36,7 @@ from fedvitals_studies.faultbank.intervals import poisson_rate
 
 RUN = "null"
 CLIENTS, ROUNDS = 10, 60
-OVERSHOOT = 1.166  # twice 0.583: what a sum of normal steps exceeds a limit by, on average (Siegmund 1985)
+OVERSHOOT = 1.166  # twice 0.583: the mean excess of a sum of normal steps over a limit (Siegmund 1985)
 WATCH = 3  # rounds of a correction's trial
 
 
@@ -46,7 +46,7 @@ class NullRate:
 
     decision: str
     null: str
-    look: str  # what is counted
+    look: str  # the unit that is counted
     claimed: float | None  # per 100 looks; None: nothing is claimed, the limit is empirical
     alarms: int
     looks: int
@@ -63,7 +63,7 @@ class NullRate:
 
 
 def rates(runs: int) -> Iterator[NullRate]:
-    """Yield the measured rates of all decisions, of so many runs each."""
+    """Yield the measured rates of all decisions, from `runs` runs each."""
     yield from own_past_rates(runs)
     yield from failure_rates(runs)
     yield from straggler_rates(runs)
@@ -84,7 +84,7 @@ def cusum_rate(allowance: float = ALLOWANCE, limit: float = LIMIT) -> float:
 
 
 def own_past_rates(runs: int) -> Iterator[NullRate]:
-    """Losses that fall, of clients whose data are of different difficulty: normal, heavy-tailed and slow scatter."""
+    """Yield rates for falling losses of clients with unequally difficult data: normal, heavy-tailed, slow scatter."""
     nulls: Mapping[str, tuple[Callable[[Generator], np.ndarray[Any, Any]], float | None]] = {
         "normal scatter of 15 %": (lambda chance: chance.normal(0, 0.15, (ROUNDS, CLIENTS)), 100 * cusum_rate()),
         "the same, Student's t with 3 degrees": (
@@ -108,7 +108,7 @@ def own_past_rates(runs: int) -> Iterator[NullRate]:
 
 
 def failure_rates(runs: int) -> Iterator[NullRate]:
-    """Calls that fail independently of each other, with every client at the same rate."""
+    """Yield rates for calls that fail independently of each other, with every client at the same rate."""
     for share in (0.01, 0.05, 0.08):
         alarms = 0
         for seed in range(runs):
@@ -118,12 +118,12 @@ def failure_rates(runs: int) -> Iterator[NullRate]:
                 history, lambda h, r: frequent_failures(h, r, "DROP_OUT", "failed", "client.dropped_out")
             )
         name = f"calls fail with probability {share:.0%}"
-        claimed = 100 * CHANCE * LOOK_BACK  # as many stretches of calls end in this round, and any of them accuses
+        claimed = 100 * CHANCE * LOOK_BACK  # this many series of calls end in this round, and any of them accuses
         yield NullRate("more failures than others", name, "client-rounds", claimed, alarms, runs * ROUNDS * CLIENTS)
 
 
 def straggler_rates(runs: int) -> Iterator[NullRate]:
-    """Times that scatter by a log-normal factor, anew in each round."""
+    """Yield rates for times that scatter by a log-normal factor, newly drawn in each round."""
     for spread in (0.3, 0.6, 0.9):
         alarms = 0
         for seed in range(runs):
@@ -138,7 +138,7 @@ def straggler_rates(runs: int) -> Iterator[NullRate]:
 
 
 def data_rate(runs: int) -> NullRate:
-    """Healthy clients' data of ten normal classes, described once and compared with the peers'."""
+    """Return the rate for healthy clients' data of ten normal classes, described once and compared with the peers'."""
     alarms, classes = 0, 10
     for seed in range(runs):
         chance = np.random.default_rng(seed)
@@ -153,7 +153,7 @@ def data_rate(runs: int) -> NullRate:
             events.append(Event(Where(RUN, 0, f"c{client}"), 0.0, "info", name, text, data, f"c{client}", 1))
         history = _history({"steps": np.full((1, CLIENTS), 4.0)}, events)
         alarms += len(examine_data(history, 0).suspects)
-    # A log-likelihood ratio of L with one parameter that is above 0: half the chance that χ² with 1 degree exceeds 2 L.
+    # A log-likelihood ratio of L with one positive parameter: half the probability that χ² with 1 degree exceeds 2 L.
     pairs = classes * (classes - 1)
     flips = pairs * 0.5 * math.erfc(math.sqrt(FLIP_LIMIT + math.log(CLIENTS * pairs / USUAL_PAIRS)))
     noise, spread = 0.5 * math.erfc(math.sqrt(16 / 2)), math.erfc(4.5 / math.sqrt(2))
@@ -162,8 +162,8 @@ def data_rate(runs: int) -> NullRate:
 
 
 def trial_rates(trials: int) -> Iterator[NullRate]:
-    """Corrections that do nothing, in runs that learn at a steady rate: how many are judged better, and how many
-    worse.
+    """Yield rates for corrections without effect, in runs that learn at a steady rate: how many are judged better, and
+    how many worse.
     """
     for noise in (0.02, 0.1):
         counts = {"better": 0, "worse": 0}
@@ -180,7 +180,7 @@ def trial_rates(trials: int) -> Iterator[NullRate]:
         yield NullRate("a harmless correction is called harmful", null, "trials", None, counts["worse"], trials)
 
 
-# -- invented histories -----------------------------------------------------------------------------------------------
+# -- synthetic histories ---------------------------------------------------------------------------------------------
 
 
 def _autoregressive(chance: Generator, memory: float, spread: float) -> np.ndarray[Any, Any]:
@@ -191,7 +191,7 @@ def _autoregressive(chance: Generator, memory: float, spread: float) -> np.ndarr
 
 
 def _history(metrics: Mapping[str, np.ndarray[Any, Any]], events: Iterable[Event] = ()) -> History:
-    """Return a history of metrics, [rounds, clients] each; NaN: the client told nothing."""
+    """Return a history of metrics, [rounds, clients] each; NaN: the client reported nothing."""
     store = MemoryStore()
     store.write([*events])
     columns = [(name, values, node) for name, values in metrics.items() for node in range(values.shape[1])]
@@ -219,7 +219,7 @@ def _failures(failed: np.ndarray[Any, Any]) -> list[Event]:
 
 
 def _accused(history: History, detector: Callable[[History, int], Iterable[Any]]) -> int:
-    """Return how many clients a detector accuses in any round, each once; notes accuse nobody."""
+    """Return how many clients a detector accuses in any round, each once; notes do not accuse."""
     accused = {
         found.where.node for number in range(ROUNDS) for found in detector(history, number) if found.severity != "note"
     }

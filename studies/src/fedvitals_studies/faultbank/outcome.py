@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recorded case to its outcome: what every method says of it, beside what was planted.
+"""Turns a recorded case into its outcome: every method's results, with what was planted.
 
 Methods get the recording, round after round, through the same view that detectors have live and in `fedvitals check`.
-The truth is put beside their words afterwards. Three baselines have spoken while the case trained, since they need the
-updates themselves: in two rounds, the middle and the last one.
+The truth is added to their results afterwards. Three baselines ran while the case trained, since they need the updates
+themselves: in two rounds, the middle and the last one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Outcome, Planted
 
 NAMED = 100.0  # more than any sum of evidence
-LAST_ROUNDS = 3  # over which damage and an attack's success are taken: those of one round jump
-DIFFERENTIAL_ALARMS = 0.01  # per round: as `differential_scores` has it
+LAST_ROUNDS = 3  # over which damage and an attack's success are averaged: single rounds fluctuate
+DIFFERENTIAL_ALARMS = 0.01  # per round: as in `differential_scores`
 BY_SCORE = {KRUM: "Multi-Krum", ALIGN_INS: "AlignIns", FL_DETECTOR: "FLDetector"}
 NAMES = {**BY_SCORE, "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
-UNUSUAL = "UNUSUAL_CLIENT"  # of methods that can name no issue
+UNUSUAL = "UNUSUAL_CLIENT"  # for methods that cannot name an issue
 LOCALISER = "fedvitals.diagnosis.evidence.faulty_clients"
 
 ScoresByMethod = Mapping[str, Mapping[Node, float]]
@@ -63,10 +63,10 @@ def outcome_of(
     level: int | None = None,
     brought: Sequence[str] = (),
 ) -> Outcome:
-    """What all methods say of a case; `twin`: the same run without its faults; `lies`: the culprits lie.
+    """Return all methods' results on a case; `twin`: the same run without its faults; `lies`: the culprits lie.
 
-    `level`: a privacy level. Our detectors alone are asked, with what would have been released at that level.
-    `brought`: names of detectors that a user brings; each is judged as a method of its own.
+    `level`: a privacy level. Only our detectors are run, on what would have been released at that level. `brought`:
+    names of a user's own detectors; each is judged as a separate method.
     """
     faults = planted(case, about, None if twin is None else twin[0])
     if lies:
@@ -119,7 +119,7 @@ def outcome_of(
 
 
 def planted(case: Case, about: About, clean: Recording | None) -> list[Planted]:
-    """The faults as the truth has them."""
+    """Return the faults according to the truth."""
     found = []
     for fault in about.faults:
         kind = str(fault["kind"])
@@ -144,9 +144,10 @@ def planted(case: Case, about: About, clean: Recording | None) -> list[Planted]:
 
 
 def _affected(fault: Mapping[str, Any], clean: Recording | None) -> float | None:
-    """The share of a culprit's labels that are wrong; of several culprits, the mean. None: not a fault of labels.
+    """Return the share of a culprit's labels that are wrong; for several culprits, the mean. None: not a fault of
+    labels.
 
-    How many samples of a flipped class there are is read off the clean twin, which holds the same samples.
+    The number of samples of a flipped class is read from the clean twin, which has the same samples.
     """
     if fault["kind"] == "label_noise":
         return float(fault["rate"])
@@ -161,7 +162,9 @@ def _affected(fault: Mapping[str, Any], clean: Recording | None) -> float | None
 
 
 def liars(faults: Iterable[Planted]) -> dict[Node, int]:
-    """Who has a reason to lie, and since when: culprits whose own doing it is. A slow line or a full disk has none."""
+    """Return the clients with a reason to lie, and since when: those at fault themselves. A slow line or a full disk is
+    not.
+    """
     return {
         node: fault.since
         for fault in faults
@@ -171,7 +174,7 @@ def liars(faults: Iterable[Planted]) -> dict[Node, int]:
 
 
 def _damage(about: About, clean: About) -> float | None:
-    """Points of accuracy below the clean twin, over the last rounds."""
+    """Return the percentage points of accuracy below the clean twin, over the last rounds."""
     ends = [each.accuracy[-LAST_ROUNDS:] for each in (clean, about)]
     if not all(ends):
         return None
@@ -192,7 +195,9 @@ def _partition(described: Any) -> str:
 
 
 def _seconds(recording: Recording, about: About) -> float:
-    """How long the rounds took: the median, times their number. Baselines looked on in some of them, and took time."""
+    """Return the duration of the rounds: the median, times their number. Baselines ran in some of them, which took
+    time.
+    """
     _, seconds = recording.series("time.round", None)
     return float(np.median(seconds)) * len(recording.numbers) if seconds else about.seconds
 
@@ -201,7 +206,7 @@ def _seconds(recording: Recording, about: About) -> float:
 
 
 class _Examined:
-    """What our detectors say, and what they would state of each client if asked: in the middle, and at the end."""
+    """Our detectors' alarms, and what they would state of each client if asked: in the middle, and at the end."""
 
     def __init__(
         self, recording: Recording, faults: Sequence[Planted], clients: Collection[Node], *, with_messages: bool = False
@@ -217,16 +222,16 @@ class _Examined:
         self._probability: Judged | None = _localiser("fault_probabilities")
         detectors: tuple[Detector, ...] = (*DETECTORS, self._ask)
         examination = DetectorExamination(recording, detectors, None, finished=True)
-        began = time.process_time()  # not what other processes took meanwhile
+        began = time.process_time()  # excludes the time of other processes
         found = [finding for number in rounds for finding in examination.findings_of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
         self.alarms = [alarm_of(finding, with_message=with_messages) for finding in found]
-        # Who was named by any rule stands before all who were not; among these, by the evidence.
+        # Clients named by any rule rank before all others; among these, by the evidence.
         named = suspects_of(self.alarms, clients)
         self.scores = {node: self.scores.get(node, 0.0) + NAMED * score for node, score in named.items()}
 
     def _ask(self, history: History, number: int) -> Iterator[Finding]:
-        """As the last of the detectors, so that it is asked with the view that they have; it finds nothing."""
+        """Record what the localiser would state: runs as the last detector, to have their view; finds nothing."""
         began = time.process_time()
         if number == self._last and self._suspicion is not None:
             self.scores = dict(self._suspicion(history, number))
@@ -237,7 +242,7 @@ class _Examined:
 
 
 def _localiser(name: str) -> Judged | None:
-    """A function of the localiser of clients, if that is one of the detectors."""
+    """Return the function of the localiser of clients, if that is one of the detectors."""
     if importlib.util.find_spec(LOCALISER) is None:
         return None
     module = importlib.import_module(LOCALISER)
@@ -246,10 +251,10 @@ def _localiser(name: str) -> Judged | None:
 
 
 def alarm_of(finding: Finding, *, with_message: bool = False) -> Alarm:
-    """What counts of a finding."""
+    """Return the parts of a finding that count."""
     causes = finding.evidence.get("causes") or ()
     pairs = causes.items() if isinstance(causes, Mapping) else causes
-    views = finding.evidence.get("views") or ()  # those that fired
+    views = finding.evidence.get("views") or ()  # the views that raised it
     where = finding.where
     return Alarm(
         -1 if where.round is None else where.round,
@@ -265,7 +270,7 @@ def alarm_of(finding: Finding, *, with_message: bool = False) -> Alarm:
 
 
 def suspects_of(alarms: Iterable[Alarm], nodes: Iterable[Node]) -> dict[Node, float]:
-    """A ranking out of alarms alone: the more often and the surer a client was named, the higher."""
+    """Return a ranking from alarms alone: the more often and the more certainly a client was named, the higher."""
     scores = dict.fromkeys(nodes, 0.0)
     for alarm in alarms:
         if alarm.node in scores and alarm.severity != "note":
@@ -274,9 +279,9 @@ def suspects_of(alarms: Iterable[Alarm], nodes: Iterable[Node]) -> dict[Node, fl
 
 
 def stated(probabilities: Mapping[Node, float], faults: Sequence[Planted], number: int) -> list[tuple[float, bool]]:
-    """Stated probabilities that a client is faulty, each with whether it was so in that round.
+    """Return stated probabilities that a client is faulty, each with whether it was so in that round.
 
-    Clients that the host or the network fails are left out: they are neither faulty nor fully well.
+    Clients failed by the host or the network are excluded: they are neither faulty nor fully healthy.
     """
     guilty = {
         node
@@ -319,7 +324,7 @@ def _plain(number: int, issue: str, node: Node | None) -> Alarm:
 
 
 def _by_round(about: About) -> dict[int, dict[str, Mapping[Node, float]]]:
-    """What was said while the case trained: by round, then by method."""
+    """Return the results from the training: by round, then by method."""
     found: dict[int, dict[str, Mapping[Node, float]]] = {}
     for method, rounds in about.updates.items():
         for number, said in rounds.items():
@@ -332,7 +337,9 @@ def _culprits(faults: Iterable[Planted]) -> int:
 
 
 def _by_updates(about: About, faults: Sequence[Planted]) -> dict[str, list[Alarm]]:
-    """Nothing at all where they could not be asked (models of tokens): then the run does not count for them."""
+    """Return the alarms of the methods that need updates; empty if they cannot run (models of tokens), so the run does
+    not count.
+    """
     asked = {*about.updates, "feddebug"} if about.updates else set()
     found: dict[str, list[Alarm]] = {name: [] for method, name in NAMES.items() if method in asked}
     for number, said in _by_round(about).items():
@@ -355,7 +362,7 @@ def _differential_accused(scores_by_method: ScoresByMethod) -> list[Node]:
 
 
 def _scores_by_updates(about: About, faults: Sequence[Planted]) -> dict[str, Mapping[Node, float]]:
-    """Each method's own numbers, over the rounds in which it looked."""
+    """Return each method's own numbers, over the rounds in which it ran."""
     rounds = _by_round(about).values()
     known = max((int(key.rpartition(".")[2]) for key in about.updates if key.startswith("feddebug.")), default=0)
     told = f"feddebug.{max(1, min(_culprits(faults), known))}"

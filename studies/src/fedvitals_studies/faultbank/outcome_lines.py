@@ -18,7 +18,7 @@ FILE = "outcomes.jsonl"
 
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> Path:
-    """Write `outcomes.jsonl`, a line per run and per way in which it was examined; returns the file."""
+    """Write `outcomes.jsonl`, a line per run and per way in which it was examined. Returns the file."""
     path = folder / FILE
     with path.open("w", encoding="utf-8") as file:
         for line in _lines(outcomes):
@@ -27,7 +27,7 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> Path:
 
 
 def read_cases(path: Path) -> frozenset[str]:
-    """Return the names of the cases in a file of outcomes, as it is or compressed: those that were examined before."""
+    """Return the names of the cases in a file of outcomes, plain or compressed: those that were examined before."""
     try:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
@@ -77,6 +77,6 @@ def _target(target: Target) -> dict[str, Any]:
 
 
 def _raised(case: Raised) -> list[Any]:
-    """Issue, place, first round, number of rounds, and what it is worth: right, wrong name, false or unjudged."""
+    """Return issue, place, first round, number of rounds, and verdict: right, wrong name, false or unjudged."""
     worth = "right" if case.right else "wrong name" if case.verdict == "true" else case.verdict
     return [case.issue, case.node or case.group, case.rounds[0], len(case.rounds), worth]

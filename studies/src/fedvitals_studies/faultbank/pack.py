@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault bank packed for a machine with a GPU and without a network: code, bank, and as much data as its cases use.
+"""Packs a fault bank for a machine with a GPU and without a network: code, bank, and the data that its cases use.
 
-Cases train on a few thousand images of data sets that have tens of thousands: those few are written as data sets of
-their own, in the form in which the lab reads the whole ones. Loaded there, they are the same samples in the same order.
+Cases train on a few thousand images of data sets that have tens of thousands: only those are written as separate data
+sets, in the format in which the lab reads the complete ones. Loaded there, they are the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENTRY = "fedvitals_studies.faultbank.remote_run:main"
 def pack_bank(
     bank: Bank, source: Path, folder: Path, data: Path | None, python: str = "3.12", wheels: Iterable[Path] = ()
 ) -> Packed:
-    """`source`: the bank's file. Data sets that need no file, or of which several parts are used, go whole."""
+    """Pack a bank. `source`: its file. Data sets without files, or used in several parts, are packed whole."""
     with tempfile.TemporaryDirectory() as drafts:
         files = [*data_files(bank, Path(drafts), data)]
         packed = pack(folder, data=files, entry=ENTRY, python=python, wheels=[*wheels])
@@ -45,7 +45,7 @@ def pack_bank(
 
 
 def data_files(bank: Bank, drafts: Path, data: Path | None) -> Iterable[Path]:
-    """The files of the data sets of all cases."""
+    """Yield the files of the data sets of all cases."""
     described: dict[type, set[Any]] = {}
     for case in bank.faulty:
         described.setdefault(type(case.experiment.dataset), set()).add(case.experiment.dataset)
@@ -73,7 +73,7 @@ def _fashion(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
 
 
 def _cifar(dataset: datasets.Dataset, folder: Path) -> Path:
-    """As the official binary batches, which need no decoder of images."""
+    """Write the data set as the official binary batches, which need no image decoder."""
     form = BATCH_FORMATS[0]
     pixels = [*dataset.x.tensor_split(5), dataset.test_x]
     labels = [*dataset.y.tensor_split(5), dataset.test_y]
@@ -100,7 +100,9 @@ def _gtsrb(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
 
 
 def _differences(pixels: Any) -> Any:
-    """Modulo 256, as `data_gtsrb` undoes them: colours from green, then each pixel from its neighbours."""
+    """Return differences modulo 256, as `data_gtsrb` reverts them: colours from green, then each pixel from its
+    neighbours.
+    """
     found = pixels.copy()
     found[:, 0] -= found[:, 1]
     found[:, 2] -= found[:, 1]
@@ -110,7 +112,7 @@ def _differences(pixels: Any) -> Any:
 
 
 def _bring_toml(code: Path) -> None:
-    """A case is known by its experiment as TOML, and the library that writes it is pure Python: ours will do."""
+    """Include the TOML writer: a case is identified by its experiment as TOML, and the library is pure Python."""
     try:
         import tomli_w  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of the fault bank: bars with verdicts first, then every table, each figure with its interval.
 
-Nothing is written by hand, and nothing is left out because it looks bad.
+Nothing is written by hand, and nothing is omitted because it looks bad.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def write_page(
     trained: Mapping[str, int] | None = None,
     other: Mapping[str, Any] | None = None,
 ) -> tuple[Path, ...]:
-    """Writes index.html, README.md, summary.json and the figures; gives the files.
+    """Write index.html, README.md, summary.json and the figures. Returns the files.
 
-    `remarks`: about how it was run. `trained`: on which devices, how many runs. `other`: another page's facts, to be
-    put beside these.
+    `remarks`: on how it was run. `trained`: device → number of runs. `other`: another page's facts, to be shown beside
+    these.
     """
     trained = trained or {}
     pictures = _pictures(summary)
@@ -99,7 +99,7 @@ def write_page(
 
 
 def words(estimate: Estimate, percent: bool = False) -> str:
-    """`0.912 [0.871, 0.951] of 336`, a share as `91.2 % [87.1, 95.1] of 336`; a dash where there is nothing."""
+    """Return `0.912 [0.871, 0.951] of 336`, a share as `91.2 % [87.1, 95.1] of 336`; a dash if there is nothing."""
     if estimate.value is None:
         return "–"
     factor = 100 if percent else 1
@@ -121,7 +121,7 @@ def _count(estimate: Estimate) -> str:
 
 
 def _table(title: str, first: str, rows: Sequence[Row], figures: Sequence[str], note: str = "") -> Table:
-    """Beside the runs, how many targets there were, where the table is about targets."""
+    """Return a table, with the number of targets besides the runs if it is about targets."""
     counted = "recall" in figures
     head = (first, "runs", *(("targets",) if counted else ()), *(HEADS[figure] for figure in figures))
     body = tuple(
@@ -202,7 +202,7 @@ def _blocks(
 
 
 def _strict(summary: Summary) -> list[Block]:
-    """By issue and node, and what belongs to it."""
+    """Return the blocks by issue and node."""
     attackers = _table("Attackers, by method", "runs: method", summary.attackers, ATTACKER_FIGURES, ATTACKERS)
     liars = _table("Culprits that lie", "fault", summary.liars, LIAR_FIGURES, "No clean runs.")
     levels = _table(
@@ -252,7 +252,7 @@ def _beside(summary: Summary, trained: Mapping[str, int], other: Mapping[str, An
 
 
 def _looks(summary: Summary) -> list[Block]:
-    """The same bars, by whether the runs were examined before."""
+    """Return the same bars, by whether the runs were examined before."""
     if not summary.looks:
         return []
     body = tuple(

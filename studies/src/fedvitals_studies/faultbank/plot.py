@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fault bank's pictures as small SVG, written by hand: no library is needed, the same figures give the same bytes.
+"""The fault bank's plots as small SVG, written by hand: no library is needed, the same figures give the same bytes.
 
-Colours are Okabe and Ito's; every line has its name at its end and a dash of its own, every cell its number.
+Colours are Okabe and Ito's; every line has its name at its end and its own dash pattern, every cell its number.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fedvitals_studies.faultbank.report import Confusion, Curve
 DASHES = ("", "6 3", "2 2", "8 3 2 3", "4 4", "1 3")
 LEFT, TOP, WIDE, HIGH = 44, 26, 230, 180  # of a panel's axes, in points
 LINE_GAP = 13  # between two labels
-LETTER = 6.6  # points that a letter is wide, at most on average: a label's place is reserved by it
+LETTER = 6.6  # average width of a letter at most, in points: reserves the room of a label
 CELL, ROW = 40, 20  # of a matrix
-PAGE = 832  # points that a page is wide: a narrow picture is not blown up to that
+PAGE = 832  # width of a page in points: a narrow plot is not scaled up to it
 
 
 def delay_curves(panels: Sequence[tuple[str, Sequence[Curve]]], title: str) -> str:
-    """Share of targets found by the n-th participation; panels side by side."""
+    """Return the share of targets found by the n-th participation; panels side by side."""
     parts, left = [], 0
     for name, curves in panels:
         points = max((len(curve.shares) for curve in curves), default=2)
@@ -42,7 +42,9 @@ def delay_curves(panels: Sequence[tuple[str, Sequence[Curve]]], title: str) -> s
 
 
 def reliability(bins: Sequence[Bin], title: str) -> str:
-    """What was stated against what was so; a dot's area is its bin's mass, the diagonal is honesty."""
+    """Return stated probabilities against observed frequencies; a dot's area is its bin's mass, the diagonal is
+    perfect.
+    """
     ticks = [(LEFT + WIDE * at, f"{100 * at:.0f} %") for at in (0, 0.25, 0.5, 0.75, 1)]
     body = [_axes("how often it was so", "probability that was stated", ticks)]
     body.append(_line(LEFT, _height(0), LEFT + WIDE, _height(1), dash="3 3"))
@@ -60,7 +62,9 @@ def reliability(bins: Sequence[Bin], title: str) -> str:
 
 
 def matrix(confusion: Confusion, title: str) -> str:
-    """Rows: what it was; columns: what it was called. Shade is the share of the row, the number how often."""
+    """Return a matrix with the true kinds as rows and the named ones as columns. Shade: share of the row; number:
+    count.
+    """
     left = 8 + round(LETTER * max((len(kind) for kind in confusion.kinds), default=8))
     head = 14 + 0.77 * LETTER * max((len(cause) for cause in confusion.causes), default=8)
     body = []
@@ -99,14 +103,14 @@ def _axes(name: str, x: str, ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def _labels(curves: Sequence[Curve]) -> list[str]:
-    """Names at the line ends, moved apart where they would overlap."""
+    """Return names at the line ends, moved apart where they would overlap."""
     order = sorted(range(len(curves)), key=lambda number: curves[number].shares[-1])
     parts, above = [], TOP + HIGH + LINE_GAP + 4.0
     heights = {}
     for number in order:
         above = min(_height(curves[number].shares[-1]) + 4, above - LINE_GAP)
         heights[number] = above
-    lift = max(0.0, TOP - above)  # the topmost stays within the picture
+    lift = max(0.0, TOP - above)  # the topmost stays within the plot
     for number in order:
         curve, end = curves[number], _height(curves[number].shares[-1])
         at = heights[number] + lift

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many cases in several processes, each finished one on disk: what was interrupted goes on where it stopped."""
+"""Runs many cases in several processes, saving each finished one: an interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Done = Callable[[str, str | None], None]
 
 
 def place(folder: Path, case: Case) -> Path:
-    """Where a case is kept: by what it is, so that a changed bank does not find the old one's runs."""
+    """Return where a case is stored: by its content, so that a changed bank does not find the old one's runs."""
     mark = hashlib.blake2b(f"{case.name}{case.flips_largest}{case.text}".encode(), digest_size=8)
     return folder / f"{case.name.replace('/', '.')}-{mark.hexdigest()}"
 
@@ -64,7 +64,7 @@ def watch_all(
     device: str = "cpu",
     seconds: float | None = None,
 ) -> None:
-    """Run whatever is not there yet. A case that fails is told, and the others go on; after `seconds` it ends."""
+    """Run what is missing. A case that fails is reported, and the others continue; ends after `seconds`."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = [Training(case, folder, data, device) for case in longest_first(cases) if not is_there(folder, case)]
     for task, error in in_processes(train, tasks, workers, seconds):
@@ -72,7 +72,7 @@ def watch_all(
 
 
 def longest_first(cases: Sequence[Case]) -> list[Case]:
-    """So that no process is left alone with one at the end. A case and its twin are as long, and stay together."""
+    """Return the cases, longest first, so that no process is left alone with one; twins stay together."""
     return sorted(cases, key=lambda c: -c.experiment.rounds * c.experiment.clients * c.experiment.participation)
 
 
@@ -85,17 +85,17 @@ class Training:
 
 
 def train(task: Training) -> str | None:
-    """Run one and keep it; gives what went wrong, if it did."""
+    """Run one case and save it. Returns what went wrong, if anything."""
     case, folder = task.case, task.folder
     if multiprocessing.parent_process() is not None:
-        datasets.remember()  # a process of ours has many cases, and there are three data sets
+        datasets.remember()  # one of our processes has many cases, and there are three data sets
     try:
         watched = watch(case, task.data, task.device)
         watched.recording.save(file_of(folder, case, "npz"))
         draft = file_of(folder, case, "draft")
         draft.write_bytes(msgspec.json.encode(watched.about))
-        draft.replace(file_of(folder, case, "json"))  # last: it says that all is there
-    except Exception:  # noqa: BLE001 - whatever one case does, the others go on
+        draft.replace(file_of(folder, case, "json"))  # last: it marks the case as complete
+    except Exception:  # noqa: BLE001 - whatever happens in one case, the others continue
         return traceback.format_exc(limit=4)
     finally:
         _tidy(task.device)
@@ -108,8 +108,8 @@ def refused(error: str) -> bool:
 
 
 def _tidy(device: str) -> None:
-    """Give back what the case left on a GPU that others use, too, where that has become much."""
+    """Return the GPU memory that a case left, if it is much: others use the GPU, too."""
     if device != "cpu" and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_KEPT:
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # a GPU that is lost is told of by the case
+        with contextlib.suppress(RuntimeError):  # a lost GPU is reported by the case
             torch.cuda.empty_cache()

@@ -4,7 +4,7 @@
 Bank runs are recorded at level 3. What may not leave a client at a lower level is removed: scalars and layer statistics
 by the catalogue's levels, events by the gate itself. What the server computes from the updates that it holds stays,
 except comparisons with what the client says it trained, since that needs the client's layer statistics. Means and sums
-over clients stay where at least `LEAST_CLIENTS` clients are in them.
+over clients stay if they include at least `LEAST_CLIENTS` clients.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _reporting(table: Small, server: npt.NDArray[np.bool_]) -> npt.NDArray[np.in
 
 
 def _without_clients(table: Small, server: npt.NDArray[np.bool_], level: int) -> Small:
-    """[rounds, nodes, ...] without the clients; the server's row stays where it is the server's own, or of many."""
+    """Return [rounds, nodes, ...] without the clients; the server's row stays if its own, or over many clients."""
     count = _reporting(table, server)
     keeps = (count == 0) | ((count >= LEAST_CLIENTS) & (level >= SUMS))
     kept = keeps[:, None] & server[None]
@@ -70,7 +70,7 @@ def _without_clients(table: Small, server: npt.NDArray[np.bool_], level: int) ->
 
 
 def _of_many(line: Small, clients: Small | None, server: npt.NDArray[np.bool_], level: int) -> Small:
-    """[rounds]: what no client reports is the server's own."""
+    """Return [rounds], where a value that no client reports is the server's own."""
     if clients is None:
         return line
     count = _reporting(clients, server)

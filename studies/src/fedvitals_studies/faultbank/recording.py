@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What detectors can see of a run, as one small file: a `History` to examine again without training again.
+"""What detectors can see of a run, as one small file: a `History` that can be examined again without training.
 
-It holds no configuration, no fault and no truth. Numbers keep 12 binary digits (1 in 4,096), which is far below what
-they scatter by; zeros, NaN, infinities and equal numbers stay what they are. The server's own keep all 24, since
-detectors look at small differences between them. Of layer statistics it keeps `KEPT`.
+It contains no configuration, no fault and no truth. Numbers keep 12 binary digits (1 in 4,096), which is far below
+their scatter; zeros, NaN, infinities and equal numbers are unchanged. The server's own keep all 24, since detectors
+examine small differences between them. Of layer statistics it keeps `KEPT`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KEPT: dict[str, tuple[str, ...]] = {
     "update.peers": PEER_COLUMNS,
     "buffer": ("min", "max", "nans", "infs"),
 }
-ABSENT = np.float32(-3e38)  # where there is no value; NaN is a value
+ABSENT = np.float32(-3e38)  # marks a missing value; NaN is a value
 DIGITS = 12
 SERVER = "server"
 
 
 def rounded(values: Any) -> Small:
-    """To `DIGITS` binary digits, so that files are small; counts, zeros and what is not finite stay what they are."""
+    """Round to `DIGITS` binary digits, so that files are small; counts, zeros and non-finite values are unchanged."""
     small = np.asarray(values, dtype=np.float64).astype(np.float32)
     bits = small.view(np.uint32)
     drop = 23 - DIGITS
@@ -64,7 +64,7 @@ class Recording:
 
     @classmethod
     def of(cls, history: History, metrics: Sequence[str]) -> Recording:
-        """What a history shows of these metrics and of the families in `KEPT`."""
+        """Return what a history shows of these metrics and of the families in `KEPT`."""
         numbers, names = history.rounds(), history.nodes()
         place = {name: i for i, name in enumerate(names)}
         found, whole = {}, {}
@@ -73,7 +73,7 @@ class Recording:
             for i, number in enumerate(numbers):
                 for node, value in history.latest(metric, number).items():
                     values[i, place[node]] = value
-            table = rounded(values)  # all at once; what is absent stays so
+            table = rounded(values)  # all at once; missing values stay missing
             if (table != ABSENT).any():
                 found[metric] = table
             rounds, course = history.series(metric, None)
@@ -179,7 +179,7 @@ class Recording:
         ]
 
     def until(self, round_index: int) -> Recording:
-        """As it stood when that round had ended: for detectors that look at «the newest»."""
+        """Return the recording as it was when that round had ended: for detectors that use «the newest»."""
         kept = sum(number <= round_index for number in self.numbers)
         return Recording(
             self.numbers[:kept],
@@ -202,5 +202,7 @@ def _column(family: str, statistic: str) -> int:
 
 
 def _planes(table: Small) -> Small:
-    """Rounds last in memory: a client's numbers change little from round to round, and pack better so."""
+    """Return the table with rounds last in memory: a client's numbers change little between rounds, and compress
+    better.
+    """
     return np.asfortranarray(table)

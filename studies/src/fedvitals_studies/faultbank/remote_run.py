@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bank on a machine that is lent for minutes: what a pack's run.py calls (`gpu_pack`).
 
-A case and its twin are one task: trained, then examined, by the same process, while others train. So every moment's
-finished pairs are whole, and the recordings, which are too large to travel, need not leave.
+A case and its twin are one task: trained, then examined, by the same process, while others train. So at any moment the
+finished pairs are complete, and the recordings, which are too large to transfer, need not leave.
 
     python code/run.py --device cuda --minutes 6 --out OUT
 """
@@ -37,14 +37,14 @@ from fedvitals_studies.packs.commit import commit
 from fedvitals_studies.packs.gpu_sharing import shared
 
 BANK = "bank.toml"  # beside run.py
-CALLS = "calls.json"  # below the folder of work
-TOLD = 20  # lines of progress, in all
-ON_CPU = ("MLP", "Logistic")  # models that train there with the device «mixed»
+CALLS = "calls.json"  # in the work folder
+TOLD = 20  # lines of progress in total
+ON_CPU = ("MLP", "Logistic")  # models that train on the CPU with the device «mixed»
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A case and its twin, or all cases that share one, and where everything goes."""
+    """A case and its twin, or all cases that share one, and where everything is stored."""
 
     cases: tuple[Case, ...]
     work: Path
@@ -53,12 +53,12 @@ class Pair:
 
 
 def train_and_examine(pair: Pair) -> dict[str, str]:
-    """What went wrong, by case."""
+    """Return what went wrong, by case."""
     failed = {}
     runs, outcomes = pair.work / bundle.RUNS, pair.work / bundle.OUTCOMES
     unseen = any(not is_examined(outcomes, case) for case in pair.cases)
     for case in pair.cases:
-        # Of what a bundle brought there is no recording, and whoever examines one of a pair needs both.
+        # Cases imported from a bundle have no recording, and examining one of a pair needs both.
         if not is_there(runs, case) or (unseen and not file_of(runs, case, "npz").exists()):
             error = train(Training(case, runs, None, pair.device))
             if error is not None:
@@ -72,8 +72,8 @@ def train_and_examine(pair: Pair) -> dict[str, str]:
 
 
 def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None, seen: Collection[str] = ()) -> list[Pair]:
-    """What is left to do, the longest first; or some of it, from the longest to the shortest. Pairs of which a case was
-    `seen` before come last.
+    """Return the remaining work, the longest first; or a sample of it, from the longest to the shortest. Pairs with a
+    case in `seen` come last.
     """
     runs, outcomes = work / bundle.RUNS, work / bundle.OUTCOMES
     found = []
@@ -91,8 +91,8 @@ def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None, see
 
 
 def _device_for(case: Case, device: str) -> str:
-    """Where a case trains: with «mixed», perceptrons and linear models on the CPU, which has them done in the time that
-    a GPU needs for their many small steps.
+    """Return where a case trains: with «mixed», perceptrons and linear models on the CPU, which finishes them in the
+    time that a GPU needs for their many small steps.
     """
     if device != "mixed":
         return device
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _earlier(bank: Bank, work: Path, files: Sequence[Path]) -> list[Any]:
-    """What is known of earlier calls: of this machine, and of bundles that were brought along."""
+    """Return what is known of earlier calls: on this machine, and from imported bundles."""
     own = work / CALLS
     calls: list[Any] = json.loads(own.read_text(encoding="utf-8")) if own.exists() else []
     if files:
@@ -159,10 +159,10 @@ def _earlier(bank: Bank, work: Path, files: Sequence[Path]) -> list[Any]:
 
 
 def _load(bank: Bank) -> None:
-    """Each data set once, here, so that the processes find it decoded and do not all decode it."""
+    """Load each data set once here, so that the processes find it decoded and do not all decode it."""
     for described in {repr(case.experiment.dataset): case.experiment.dataset for case in bank.faulty}.values():
         if hasattr(described, "find"):
-            described.find(search_folders(None))  # says what is missing before anything is started
+            described.find(search_folders(None))  # reports what is missing before anything is started
             datasets.load(described)
 
 
@@ -188,7 +188,7 @@ def _facts(asked: argparse.Namespace, seconds: float, together: bool) -> dict[st
 
 
 def _report(bank: Bank, work: Path, failed: dict[str, str], files: Sequence[Path]) -> None:
-    """What a second call, or a look at what went wrong, needs to know."""
+    """Write what a second call, or an investigation of failures, needs."""
     by_domain: dict[str, list[float]] = {}
     on_cpu = there = 0
     for case in bank.cases:
@@ -209,6 +209,6 @@ def _report(bank: Bank, work: Path, failed: dict[str, str], files: Sequence[Path
 
 
 def _say(text: str) -> None:
-    """At once: who waits for a machine that is paid by the second wants to see how far it is."""
+    """Write immediately: progress on a machine paid by the second should be visible at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

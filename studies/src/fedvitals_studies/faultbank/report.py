@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From outcomes to figures: everything that the fault bank's page shows, as numbers that a program can read."""
+"""Computes figures from outcomes: everything on the fault bank's page, as machine-readable numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fedvitals_studies.faultbank.score import WITHIN, Judgement, Outcome, Target
 
 OURS = "fedvitals"
 LABEL_FAULTS = ("label_noise", "label_flip")
-HALF = 0.5  # of its domain's best: a model that has learnt at least so much is called trained
-ABSOLUTE = 0.7  # the harder reading, beside it
-LATER_GROUPS = ("transformation", "control")  # of which older banks have one only
-LONGEST = 12  # participations that a delay curve shows
+HALF = 0.5  # of its domain's best: a model that has learnt this much counts as trained
+ABSOLUTE = 0.7  # the stricter definition, for comparison
+LATER_GROUPS = ("transformation", "control")  # of which older banks only have one
+LONGEST = 12  # participations in a delay curve
 DAMAGE = (
     ("none: under 0.5 points", 0.5),
     ("weak: 0.5 to 1", 1.0),
@@ -60,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What all outcomes come to. Not finite numbers are delays of what more than half missed."""
+    """The figures of all outcomes. Infinite numbers are delays of what more than half missed."""
 
     banks: Sequence[str]
     ours: str
@@ -82,19 +82,19 @@ class Summary:
     calibration: Estimate
     reliability: Sequence[Bin]
     time: Estimate  # of the detectors, as a share of the bank's rounds, which are far smaller than real ones
-    unjudged: int  # cases about the whole run in a run that is ill: neither right nor wrong
-    attacks: Sequence[Row] = ()  # backdoors, whose success is measured
+    unjudged: int  # cases about the whole run in a faulty run: neither right nor wrong
+    attacks: Sequence[Row] = ()  # backdoors, with their measured success
     asked: Sequence[Bar] = ()  # the bars of the issue «Find what is ill»
-    strict: Sequence[Row] = ()  # by issue and node, wrong names counted: all runs, and parts of them
+    strict: Sequence[Row] = ()  # by issue and node, with wrong names counted: all runs, and parts of them
     strict_kinds: Sequence[Row] = ()
     alarm_groups: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     levels: Sequence[Row] = ()  # the same runs at lower privacy levels
-    liars: Sequence[Row] = ()  # culprits that lie: attackers, and those who have no reason to
-    attackers: Sequence[Row] = ()  # of the bank of attacks, by method
+    liars: Sequence[Row] = ()  # lying culprits: attackers, and those without a reason to lie
+    attackers: Sequence[Row] = ()  # for the bank of attacks, by method
     looks: Mapping[str, Sequence[Bar]] = field(default_factory=dict)  # the bars, by whether runs were examined before
 
     def as_facts(self) -> dict[str, Any]:
-        """For JSON: the same, with the verdicts."""
+        """Return the facts for JSON, with the verdicts."""
         facts = asdict(self)
         for name in ("bars", "size", "asked"):
             _add_verdicts(facts[name], getattr(self, name))
@@ -109,10 +109,10 @@ def _add_verdicts(facts: Sequence[dict[str, Any]], own: Sequence[Bar]) -> None:
 
 
 def summarise(outcomes: Sequence[Outcome], ours: str = OURS, seen: Collection[str] = ()) -> Summary:
-    """All figures of all methods on these runs; the tables in detail are of the method `ours`.
+    """Return all figures of all methods on these runs; the detailed tables are of the method `ours`.
 
-    A run in which the culprits lie is one of the others, heard otherwise: it counts where lies are the question, only.
-    So does a run that is examined at a lower privacy level. `seen`: cases that were examined before.
+    A run with lying culprits is a variant of another run: it only counts where lies are the question. The same holds
+    for a run examined at a lower privacy level. `seen`: cases that were examined before.
     """
     names = sorted({method for outcome in outcomes for method in outcome.methods})
     if ours not in names:
@@ -168,7 +168,7 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS, seen: Collection[st
 
 
 def damage_class(points: float | None) -> str:
-    """Strengths are told by what they cost."""
+    """Return the class of a strength, measured by its damage."""
     if points is None or math.isnan(points):
         return "not measured"
     return next(name for name, below in DAMAGE if points < below or math.isinf(below))
@@ -189,7 +189,7 @@ def _counts(outcomes: Sequence[Outcome], judged: Judgements) -> dict[str, int]:
 
 
 def _trained(outcomes: Sequence[Outcome], limit: Callable[[float], float]) -> Callable[[Judgement, Target], bool]:
-    """Whether the global model had learnt enough, five rounds after the onset, for wrong labels to be seen at all."""
+    """Return whether the model had learnt enough, five rounds after the onset, for wrong labels to be visible."""
     best: dict[str, float] = {}
     for outcome in outcomes:
         reached = max((value for value in outcome.accuracy if math.isfinite(value)), default=0.0)
@@ -210,20 +210,20 @@ def _by_kind(judged: Judgements) -> list[Row]:
 
 
 def _attacks(judged: Judgements) -> list[Row]:
-    """Runs with a backdoor, by the kinds of their faults."""
+    """Return runs with a backdoor, by the kinds of their faults."""
     opened = [each for each in judged if each.outcome.attack is not None]
     kinds = split(opened, lambda outcome: " and ".join(dict.fromkeys(fault.kind for fault in outcome.faults)))
     return [row(kind, each, ATTACK_FIGURES) for kind, each in kinds.items()]
 
 
 def _issues(judged: Judgements) -> list[str]:
-    """Those that should have been named, and those that were."""
+    """Return the issues that should have been named, and those that were."""
     wanted = {target.fault.issue.upper() for each in judged for target in each.targets}
     return sorted(wanted | {case.issue for each in judged for case in each.raised})
 
 
 def _rules(judged: Judgements) -> list[Row]:
-    """Each issue's own false alarms, the noisiest first; those that never fired are left out."""
+    """Return each issue's own false alarms, the noisiest first; those that never fired are omitted."""
     clean = [each for each in judged if each.outcome.clean]
     found = Counter(case.issue for each in clean for case in each.raised)
     return [
@@ -232,7 +232,7 @@ def _rules(judged: Judgements) -> list[Row]:
 
 
 def _by(judged: Judgements, key: Callable[[Target, Judgement], str | None]) -> list[Row]:
-    """Targets by a property of theirs; None leaves one out."""
+    """Return targets by one of their properties; None leaves one out."""
     found: dict[str, list[Judgement]] = {}
     for each in judged:
         parts: dict[str, list[Target]] = {}
@@ -246,7 +246,7 @@ def _by(judged: Judgements, key: Callable[[Target, Judgement], str | None]) -> l
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Damage classes by size, everything else by name."""
+    """Return the sort key: damage classes by size, everything else by name."""
     classes = [words for words, _ in DAMAGE]
     return next((place for place, words in enumerate(classes) if name.endswith(words)), -1), name
 
@@ -257,7 +257,7 @@ def _strength(target: Target) -> str | None:
 
 
 def _labels(outcomes: Sequence[Outcome], judged: Judgements) -> dict[str, list[Row]]:
-    """Label faults cannot be seen before the global model has learnt something: told apart, by two readings of it."""
+    """Return label faults by whether the global model had learnt enough to reveal them, by two definitions."""
     half = _trained(outcomes, lambda best: HALF * best)
     absolute = _trained(outcomes, lambda _: ABSOLUTE)
 
@@ -287,7 +287,7 @@ def _labels(outcomes: Sequence[Outcome], judged: Judgements) -> dict[str, list[R
 
 
 def _lying(by_method: Mapping[str, Judgements]) -> list[Row]:
-    """The same cases twice, heard as they are and with lies: what a client gains by lying."""
+    """Return the same cases as they are and with lies: what a client gains by lying."""
     found = []
     for method, judged in by_method.items():
         lied = {each.outcome.case.removesuffix(LYING) for each in judged if each.outcome.lying}
@@ -306,7 +306,7 @@ def _lying(by_method: Mapping[str, Judgements]) -> list[Row]:
 
 
 def _views(judged: Judgements) -> list[Row]:
-    """Which view the alarm came from that hit first."""
+    """Return the views behind the alarms that hit first."""
     views = sorted({target.view for each in judged for target in each.targets if target.hit and target.view})
     rows = []
     for view in views:
@@ -328,7 +328,7 @@ def _confusion(judged: Judgements) -> Confusion:
 
 
 def _delays(by_method: Mapping[str, Judgements], ours: str) -> dict[str, list[Curve]]:
-    """By family of fault, with the right issue; by method, the right node for whatever issue."""
+    """Return curves by family of fault, with the right issue; by method, the right node with any issue."""
     families = sorted({t.fault.family for each in by_method[ours] for t in each.targets})
     targets = [target for each in by_method[ours] for target in each.targets]
     return {

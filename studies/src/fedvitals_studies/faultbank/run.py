@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case of the fault bank, trained and watched: what detectors may see, and apart from it what was wrong."""
+"""Trains and monitors one case of the fault bank: what detectors may see, and separately what was wrong."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from fedvitals_studies.faultbank.matrix import called
 from fedvitals_studies.faultbank.recording import Recording
 
 TRANSFORMED = "updates.transformed"
-ATTACKS = ("attacks", "tune-attacks")  # the banks in which detectors of attackers that need every round are asked, too
-SCALE_ROUNDS = 4  # gradient scale in every so many rounds
+ATTACKS = ("attacks", "tune-attacks")  # banks in which attack detectors that need every round also run
+SCALE_ROUNDS = 4  # gradient scale is measured every this many rounds
 
 
 class About(msgspec.Struct):
@@ -59,7 +59,7 @@ class Watched:
 
 
 def bank_preset() -> Preset:
-    """`standard`, with as much measured on a slow machine as on a quick one."""
+    """Return `standard`, with as much measured on a slow machine as on a fast one."""
     usual = preset("standard")
     probes = tuple(p if p.percent is None else replace(p, percent=None, rounds=SCALE_ROUNDS) for p in usual.probes)
     return replace(usual, probes=probes, fit_percent=None)
@@ -67,7 +67,7 @@ def bank_preset() -> Preset:
 
 @dataclass
 class Tee:
-    """The monitor, and beside it the baselines that need the updates themselves."""
+    """The monitor, together with the baselines that need the updates themselves."""
 
     monitor: Monitor
     baselines: UpdateBaselines | None = None
@@ -79,7 +79,7 @@ class Tee:
         self.monitor.host.round_begin(round_index, global_state)
 
     def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
-        if self.baselines is not None and self.baselines.wants(round_index):  # an engine hands over a round in parts
+        if self.baselines is not None and self.baselines.wants(round_index):  # an engine passes a round in parts
             self.baselines.gather(round_index, _at_home(updates), self._model)
         return self.monitor.host.updates(round_index, updates)
 
@@ -94,23 +94,23 @@ class Tee:
 
 
 def _at_home(updates: Mapping[Node, Any]) -> Mapping[Node, Any]:
-    """On the CPU, where the baselines work; what is there already is handed on as it is."""
+    """Return the updates on the CPU, where the baselines work; unchanged if they are there already."""
     if all(tensor.is_cpu for pieces in updates.values() for tensor in pieces):
         return updates
     found = {}
     for node, pieces in updates.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in pieces]).cpu()  # one way home for all of them
+        flat = torch.cat([tensor.reshape(-1) for tensor in pieces]).cpu()  # one transfer for all of them
         found[node] = flat.split([tensor.numel() for tensor in pieces])
     return found
 
 
 def healthy_site(experiment: lab.Experiment, data: Path | None) -> Site:
-    """The federation without its faults: all that has to be known of it before it trains."""
+    """Return the federation without its faults: everything needed before it trains."""
     return Site.of(msgspec.structs.replace(experiment, faults=()), data)
 
 
 def filled(case: Case, site: Site) -> lab.Experiment:
-    """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
+    """Return the experiment with data-dependent settings filled in: a label flip starts at a client's largest class."""
     if not case.flips_largest:
         return case.experiment
     fault, *beside = case.experiment.faults
@@ -125,12 +125,14 @@ def filled(case: Case, site: Site) -> lab.Experiment:
 
 
 def engine_of(experiment: lab.Experiment) -> str:
-    """By the model alone, so that the same case gives the same numbers everywhere."""
+    """Return the engine, by the model alone, so that the same case gives the same numbers everywhere."""
     return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
 
 
 def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
-    """Baselines look in the middle and at the end of the run; they have no answer for tokens, nor for numbers."""
+    """Return the monitor with baselines in the middle and at the end of the run; they support neither tokens nor
+    numbers.
+    """
     monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
     if site.dataset.vocabulary is not None or site.dataset.targets != "classes" or case.setting is not None:
         return Tee(monitor)
@@ -141,9 +143,9 @@ def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryS
 
 
 def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
-    """Train the case under the monitor. On a GPU with the engine «stacked»; what cannot be stacked trains on the CPU.
+    """Train the case with the monitor. On a GPU with the engine «stacked»; what cannot be stacked trains on the CPU.
 
-    So does what the lab refuses there: `About.device` tells where it was.
+    So does what the lab refuses there: `About.device` records where it trained.
     """
     torch.set_num_threads(1)
     site = healthy_site(case.experiment, data)
@@ -199,13 +201,13 @@ def _watched(
 
 
 def _plain(event: Event) -> Event:
-    """Without the words of a traceback, which are long and told nobody anything yet."""
+    """Return the event without its traceback, which is long and not used."""
     data = {key: value for key, value in event.data.items() if key != "traceback"}
     return replace(event, where=replace(event.where, run=""), data=data)
 
 
 def _present(experiment: lab.Experiment, recording: Recording) -> dict[str, list[int]]:
-    """In which rounds each client took part: as asked, or asynchronously, when its update was there."""
+    """Return the rounds in which each client took part: as asked or, if asynchronous, when its update arrived."""
     if not isinstance(experiment.topology, lab.Asynchronous):
         return called(experiment)
     arrived = {node: recording.series("update.norm", node)[0] for node in experiment.nodes}

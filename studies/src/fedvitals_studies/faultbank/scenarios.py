@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's three scenarios, recognised in one run: `python -m fedvitals_studies.faultbank.scenarios [REPEATS]`.
 
-Baseline, exploding and vanishing networks train on GTSRB for four rounds; what the detectors of gradients say by round
-3 is the answer. A converging run of which anything is said counts as a false alarm.
+Baseline, exploding and vanishing networks train on GTSRB for four rounds; the answer is what the gradient detectors
+report by round 3. Any report on a converging run counts as a false alarm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 4
 
 
 def answer(scenario: str, seed: int) -> str:
-    """What is said of one run: the issue among those of SCENARIOS, or everything that is said instead."""
+    """Return the answer for one run: the issue among those of SCENARIOS, or everything reported instead."""
     clip = lab.Clip(1.0) if scenario == "baseline" else None
     experiment = lab.Experiment(
         dataset=lab.GTSRB(samples=4000, test_samples=500),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one run of the fault bank came to, and its judgement against the truth: hits, misses, false accusations.
+"""The results of one run of the fault bank, and its judgement against the truth: hits, misses, false accusations.
 
-A hit is the right issue on the right node within five participations of the onset (of the whole run: five rounds).
-Delays count from 0, the first participation in which the fault strikes; of an intermittent fault, only those in which
-it strikes count. Alarms of severity «note» do not count.
+A hit is the right issue on the right node within five participations of the onset (for the whole run: five rounds).
+Delays count from 0, the first participation in which the fault occurs; for an intermittent fault, only those in which
+it occurs count. Alarms of severity «note» do not count.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fedvitals_studies.faultbank.accepted import (
     family_of_cause,
 )
 
-WITHIN = 5  # participations (rounds, of the whole run) after the onset
-EXCHANGING = frozenset({"rings", "hierarchical"})  # inside a group everybody trains on what the culprit sent
+WITHIN = 5  # participations (rounds, for the whole run) after the onset
+EXCHANGING = frozenset({"rings", "hierarchical"})  # inside a group all clients train on what the culprit sent
 SERVER = "server"
 
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A fault, as the truth has it."""
+    """A fault, according to the truth."""
 
     kind: str
     issue: str
@@ -44,7 +44,7 @@ class Planted:
     until: int | None = None
     strength: float | None = None
     affected: float | None = None  # share of the culprit's samples
-    every: int | None = None  # it strikes in one of so many rounds
+    every: int | None = None  # it occurs in one of this many rounds
     ramp: int | None = None  # rounds over which it grows
 
     @property
@@ -57,7 +57,7 @@ class Planted:
 
 
 class Alarm(msgspec.Struct, frozen=True, array_like=True):
-    """What a method said in one round. It says so again in every round in which the trouble is still there."""
+    """A method's alarm in one round. It is repeated in every round in which the trouble persists."""
 
     round: int
     issue: str
@@ -65,14 +65,14 @@ class Alarm(msgspec.Struct, frozen=True, array_like=True):
     group: str | None
     confidence: float
     severity: str
-    view: str | None = None  # «telemetry», «server»: which one fired
+    view: str | None = None  # «telemetry», «server»: which one raised it
     causes: Sequence[tuple[str, float]] = ()
-    message: str | None = None  # kept of runs of a matrix only
+    message: str | None = None  # only kept for runs of a matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: what it was, what was planted, what every method said."""
+    """One run: its properties, what was planted, every method's alarms."""
 
     case: str
     bank: str
@@ -87,7 +87,7 @@ class Outcome:
     faults: Sequence[Planted]
     lying: bool
     accuracy: Sequence[float]  # of the global model, per round
-    damage: float | None  # points of accuracy below the clean twin, at the end
+    damage: float | None  # percentage points of accuracy below the clean twin, at the end
     present: Mapping[str, Sequence[int]]  # rounds in which a client was called, ascending, whether it answered or not
     groups: Mapping[str, str]
     seconds_rounds: float
@@ -95,12 +95,12 @@ class Outcome:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     probabilities: Sequence[tuple[float, bool]] = ()  # stated, and whether it was so
     seconds_detectors: float = 0.0
-    attack: float | None = None  # success of a backdoor at the end: share of triggered samples taken for its target
-    client_rounds: int = 0  # that detectors looked at
+    attack: float | None = None  # success of a backdoor at the end: share of triggered samples classified as its target
+    client_rounds: int = 0  # that detectors examined
     not_judged: int = 0  # of these (`diagnosis.abstentions`)
-    level: int | None = None  # the privacy level at which it was examined once more; None: with all that was recorded
-    transformation: str | None = None  # of updates on their way, with «untold» where nobody told the monitor
-    control: str | None = None  # the group of a healthy run that is nobody's twin
+    level: int | None = None  # the privacy level at which it was examined again; None: with all that was recorded
+    transformation: str | None = None  # of updates on their way, with «untold» if the monitor was not told
+    control: str | None = None  # the group of a healthy run that is no run's twin
 
     @property
     def clean(self) -> bool:
@@ -108,20 +108,20 @@ class Outcome:
 
     @property
     def plain(self) -> bool:
-        """Whether it counts in the tables of all runs: it is neither a lie nor a look at a lower privacy level."""
+        """Whether it counts in the tables of all runs: neither with lies nor examined at a lower privacy level."""
         return not self.lying and self.level is None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was to be found: a culprit, or (node None) a trouble of the whole run; and what became of it."""
+    """What was to be found: a culprit, or (node None) a trouble of the whole run; and the result."""
 
     fault: Planted
     node: str | None
     delay: float = math.inf  # until the right issue was named there; infinite: never
-    located: float = math.inf  # until the node was named, for whatever issue; of a culprit only
+    located: float = math.inf  # until the node was named, for any issue; only for a culprit
     view: str | None = None  # of the alarm that hit first
-    cause: str | None = None  # of a culprit that was found: as named at the end of the window
+    cause: str | None = None  # for a culprit that was found: as named at the end of the window
 
     @property
     def hit(self) -> bool:
@@ -137,7 +137,7 @@ class Target:
 
     @property
     def family_right(self) -> bool:
-        """Whether the cause that was named is of the fault's family, if it is not the right one itself."""
+        """Whether the named cause is the right one, or at least of the fault's family."""
         if self.cause is None:
             return False
         return self.cause_right or family_of_cause(self.cause) == FAMILY_OF.get(self.fault.kind, self.fault.family)
@@ -149,14 +149,14 @@ class Raised:
 
     issue: str
     node: str | None
-    group: str | None  # only where no node is named
+    group: str | None  # only if no node is named
     rounds: Sequence[int]
     verdict: str = "false"  # «true», «false»; «unjudged»: a trouble of the whole after an onset elsewhere
-    right: bool = False  # the right issue, too
+    right: bool = False  # also the right issue
 
     @property
     def wrong(self) -> bool:
-        """Whether it counts against precision where a wrong name on the right client is wrong."""
+        """Whether it counts against precision if a wrong name on the right client counts as wrong."""
         return self.verdict != "unjudged" and not self.right
 
 
@@ -167,7 +167,7 @@ class Judgement:
     outcome: Outcome
     targets: Sequence[Target]
     raised: Sequence[Raised]
-    culprits: int  # clients that were struck
+    culprits: int  # clients with a fault
     culprits_found: int  # of them, accused at any time after the onset
     wrongly_accused: int  # clients and groups
     healthy_client_rounds: int
@@ -175,12 +175,12 @@ class Judgement:
     top: int | None  # healthy clients that rank before the best-ranked culprit; None: nothing to rank
 
     def only(self, targets: Sequence[Target]) -> Judgement:
-        """The same run seen for some of its targets."""
+        """Return the judgement restricted to some of its targets."""
         return replace(self, targets=targets)
 
 
 def judge(outcome: Outcome, method: str) -> Judgement:
-    """What a method's alarms are worth on a run."""
+    """Judge a method's alarms on a run."""
     alarms = [_placed(alarm, outcome) for alarm in outcome.methods.get(method, ()) if alarm.severity != "note"]
     alarms.sort(key=lambda alarm: alarm.round)
     raised = [_verdict(case, outcome) for case in _cases(alarms, outcome)]
@@ -208,7 +208,7 @@ def _struck(fault: Planted) -> Sequence[str | None]:
 
 
 def _placed(alarm: Alarm, outcome: Outcome) -> Alarm:
-    """At one place: a node, else a group, else the whole run. An edge that is named as a node is its group."""
+    """Return the alarm at one place: a node, else a group, else the whole run. An edge named as a node is its group."""
     node, group = alarm.node, alarm.group
     if node == SERVER:
         node, group = None, None
@@ -220,7 +220,7 @@ def _placed(alarm: Alarm, outcome: Outcome) -> Alarm:
 
 
 def _cases(alarms: Sequence[Alarm], outcome: Outcome) -> Iterator[Raised]:
-    """Alarms as cases. One that comes back after more than five silent participations is a new one."""
+    """Yield alarms grouped to cases. One that returns after more than five silent participations is a new one."""
     places: dict[tuple[str, str | None, str | None], list[int]] = {}
     for alarm in alarms:
         places.setdefault((alarm.issue, alarm.node, alarm.group), []).append(alarm.round)
@@ -235,7 +235,7 @@ def _cases(alarms: Sequence[Alarm], outcome: Outcome) -> Iterator[Raised]:
 
 
 def participations(outcome: Outcome, node: str | None, first: int, last: int) -> int:
-    """In how many of these rounds (both included) the node was called; for the whole run, how many there are.
+    """Return in how many of these rounds (both included) the node was called; for the whole run, their number.
 
     A client that was never called again is waited for in rounds.
     """
@@ -246,7 +246,7 @@ def participations(outcome: Outcome, node: str | None, first: int, last: int) ->
 
 
 def _strikes(fault: Planted, node: str | None, last: int, outcome: Outcome) -> int:
-    """How often the fault has struck by this round: the participations, from its onset on, in which it acts."""
+    """Return how often the fault has occurred by this round: the participations since its onset in which it acts."""
     if fault.every is None:
         return participations(outcome, node, fault.since, last)
     called = outcome.present.get(node, ()) if node is not None else range(outcome.rounds)
@@ -274,7 +274,7 @@ def _verdict(case: Raised, outcome: Outcome) -> Raised:
     acting = [fault for fault in outcome.faults if _acts(fault, case.node, case.rounds[0], outcome)]
     for_all = [fault for fault in acting if fault.whole]
     named = [fault for fault in acting if fault.strikes == "clients" and _names(fault, case, outcome)]
-    # A group is an answer only where its members train on one another's work: elsewhere the client can be told.
+    # A group only counts as an answer if its members train on one another's work: otherwise the client can be named.
     precise = named if case.group is None or outcome.topology in EXCHANGING else []
     answered = any(case.issue in fault.accepted for fault in (*precise, *for_all))
     if precise or answered:
@@ -289,7 +289,7 @@ def _verdict(case: Raised, outcome: Outcome) -> Raised:
 def _target(
     fault: Planted, node: str | None, alarms: Sequence[Alarm], raised: Sequence[Raised], outcome: Outcome
 ) -> Target:
-    """When it was found. Only cases that began after the onset count: who was accused before was not found."""
+    """Return when it was found. Only cases that began after the onset count: an earlier accusation is no detection."""
     begun = {(case.issue, case.node, case.group, at) for case in raised if case.verdict == "true" for at in case.rounds}
     delay, located, view = math.inf, math.inf, None
     within: list[Alarm] = []
@@ -312,7 +312,7 @@ def _target(
 
 
 def _cause(alarms: Sequence[Alarm]) -> str | None:
-    """The cause that stood in the newest of these alarms; of several in one round, in the surest."""
+    """Return the cause in the newest of these alarms; of several in one round, in the most certain."""
     if not alarms:
         return None
     newest = max(alarms, key=lambda alarm: (alarm.round, alarm.confidence))
@@ -321,7 +321,7 @@ def _cause(alarms: Sequence[Alarm]) -> str | None:
 
 
 def _client_rounds(outcome: Outcome, raised: Sequence[Raised]) -> tuple[int, int]:
-    """How many client-rounds were healthy, and in how many of them the client stood accused."""
+    """Return how many client-rounds were healthy, and in how many of them the client was accused."""
     clients = [fault for fault in outcome.faults if fault.strikes == "clients"]
     struck = {node for fault in clients for node in fault.nodes}
     healthy = {node: frozenset(called) for node, called in outcome.present.items()}
@@ -337,7 +337,7 @@ def _client_rounds(outcome: Outcome, raised: Sequence[Raised]) -> tuple[int, int
 
 
 def _rank(scores: Mapping[str, float] | None, culprits: set[str]) -> int | None:
-    """How many healthy clients are suspected at least as much as the most suspected culprit: a tie is no find."""
+    """Return how many healthy clients are suspected at least as much as the most suspected culprit; ties count."""
     if not scores or not culprits or not set(scores) - culprits:
         return None
     known = {node: -math.inf if math.isnan(score) else score for node, score in scores.items()}

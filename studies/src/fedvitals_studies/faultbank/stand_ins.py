@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bank's cases take from packages that a borrowed machine lacks, put into its pack under their names.
+"""Adds what a bank's cases use from packages that a borrowed machine lacks to its pack, under their names.
 
-Of scikit-learn the digits and the tables, which are data; of Opacus the accountant's file, which is pure Python. Its
-function for cohorts that are drawn needs SciPy and is not there: cases with noise at the server ask everybody.
+From scikit-learn the digits and the tables, which are data; from Opacus the accountant's file, which is pure Python.
+Its function for sampled cohorts needs SciPy and is missing: cases with noise at the server ask all clients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def __getattr__(name):
 
 
 def bring_stand_ins(bank: Bank, code: Path) -> None:
-    """Into the folder of a pack's code, as far as the bank's cases need them."""
+    """Add the stand-ins to a pack's code folder, as far as the bank's cases need them."""
     experiments = [case.experiment for case in bank.faulty]
     tables = {str(e.dataset.name) for e in experiments if isinstance(e.dataset, Tabular)}
     if tables or any(isinstance(e.dataset, Digits) for e in experiments):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bank's figures by issue and node: a wrong name on the right client counts against precision.
 
-Beside them, what they are made of: attacks and faults of data apart, runs with transformed updates apart, fault kinds
-one by one, alarms by group with exact limits, and the same runs at lower privacy levels.
+And their components: attacks and faults of data separately, runs with transformed updates separately, fault kinds one
+by one, alarms by group with exact limits, and the same runs at lower privacy levels.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ALARM_GROUPS: Mapping[str, Callable[[Outcome], str]] = GROUPS
 
 
 def parts(judged: Judgements) -> list[Row]:
-    """All runs together, then attacks, faults of data and others, families, and runs with transformed updates.
+    """Return all runs combined, then attacks, faults of data and others, families, and runs with transformed updates.
 
-    Clean runs are in the first row and in the last two; elsewhere only the twins of the faulty runs are.
+    Clean runs are in the first row and in the last two; the others only include the twins of the faulty runs.
     """
     rows = [row("all runs", judged, STRICT_FIGURES)]
     natures = {name: _with_twins(judged, _of_nature(name)) for name in ("attacks", "data faults", "other faults")}
@@ -42,7 +42,7 @@ def parts(judged: Judgements) -> list[Row]:
 
 
 def by_kind(judged: Judgements) -> list[Row]:
-    """Each fault kind with its clean twins."""
+    """Return each fault kind with its clean twins."""
     kinds = sorted({target.fault.kind for each in judged for target in each.targets})
     return [row(kind, _with_twins(judged, _of_kind(kind)), STRICT_KIND_FIGURES) for kind in kinds]
 
@@ -68,7 +68,7 @@ def macro_f1(judged: Judgements) -> Estimate:
         precision = np.where(right + wrong > 0, right / np.maximum(right + wrong, 1), 0.0)
         both = recall + precision
         f1 = np.where(both > 0, 2 * recall * precision / np.where(both > 0, both, 1), recall * 0)
-        # A draw may hold no run of a kind: it is the mean over those that it holds.
+        # A bootstrap sample may contain no run of a kind: the mean is over the kinds that it contains.
         known = ~np.isnan(f1)
         return np.asarray(np.where(known, f1, 0.0).sum(axis=-1) / np.maximum(known.sum(axis=-1), 1))
 
@@ -76,7 +76,7 @@ def macro_f1(judged: Judgements) -> Estimate:
 
 
 def alarms_by_group(judged: Judgements) -> dict[str, list[Row]]:
-    """Alarms in clean runs by every group, with the exact limits of a Poisson rate."""
+    """Return alarms in clean runs by every group, with the exact limits of a Poisson rate."""
     clean = [each for each in judged if each.outcome.clean]
     return {
         name: [Row(str(group), len(runs), {"alarms": _alarm_rate(runs)}) for group, runs in split(clean, key).items()]
@@ -85,7 +85,7 @@ def alarms_by_group(judged: Judgements) -> dict[str, list[Row]]:
 
 
 def by_level(plain: Judgements, at_levels: Judgements) -> list[Row]:
-    """The runs that were examined at several privacy levels, by level; the last is the recording as it is."""
+    """Return the runs that were examined at several privacy levels, by level; the last is the unmodified recording."""
     rows = []
     for level, runs in split(at_levels, lambda outcome: outcome.level).items():
         rows.append(row(f"level {level}", runs, LEVEL_FIGURES))
@@ -107,7 +107,7 @@ def recall_beside_full(plain: Judgements, at_levels: Judgements, level: int) -> 
 
 
 def liars_by_nature(lied: Judgements) -> list[Row]:
-    """Culprits that lie, attackers apart from those who have no reason to."""
+    """Return rows on lying culprits, attackers separate from those without a reason to lie."""
     rows = [row("all", lied, LIAR_FIGURES)] if lied else []
     for name in ("attacks", "data faults", "other faults"):
         runs = about(lied, lambda target, name=name: nature_of(target.fault.kind) == name)  # type: ignore[misc]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks in several processes until a moment in time: one that dies, or loses its GPU, is replaced, and the rest go on.
+"""Runs tasks in several processes until a deadline: one that dies, or loses its GPU, is replaced, and the rest
+continue.
 
-`multiprocessing.Pool` waits for ever for the task of a process that died, and one error on a GPU leaves its process
+`multiprocessing.Pool` waits forever for the task of a process that died, and one error on a GPU leaves its process
 unable to use it again: thousands of cases in a few minutes need better.
 """
 
@@ -30,7 +31,7 @@ SPARE_SHARE, SPARE_SECONDS = 0.1, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """In place of a result: why there is none."""
+    """Replaces a result: why there is none."""
 
     why: str
 
@@ -45,9 +46,9 @@ class _Worker(Generic[T]):
 def in_processes(
     work: Callable[[T], R], tasks: Sequence[T], workers: int, seconds: float | None = None
 ) -> Iterator[tuple[T, R | Ended]]:
-    """Each task with its result, as they come. `work` is a function of a module: other processes must find it.
+    """Yield each task with its result, as they arrive. `work` is a module-level function: other processes must find it.
 
-    With `seconds`, what is not done by then is given up and not told of. One worker: in this process.
+    With `seconds`, what is not done by then is given up and not reported. One worker: in this process.
     """
     now = time.monotonic()
     end = math.inf if seconds is None else now + seconds
@@ -80,7 +81,7 @@ def _elsewhere(
         for worker in pool:
             if worker.task is None and left:
                 worker.task = left.popleft()
-                with contextlib.suppress(OSError):  # it died: told below, by its pipe
+                with contextlib.suppress(OSError):  # it died: reported below, through its pipe
                     worker.pipe.send(worker.task)
         busy = {worker.pipe: worker for worker in pool if worker.task is not None}
         rest = max(0.0, end - time.monotonic())
@@ -93,7 +94,7 @@ def _elsewhere(
 
 def _collect(worker: _Worker[T], work: Callable[[T], R]) -> tuple[T, R | Ended]:
     task = worker.task
-    assert task is not None  # noqa: S101 - only those are listened to that have one
+    assert task is not None  # noqa: S101 - only processes with a task are listened to
     result: R | Ended
     try:
         result, fit = worker.pipe.recv()
@@ -139,12 +140,12 @@ def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
 def _done(work: Callable[[T], R], task: T) -> tuple[R | Ended, bool]:
     try:
         return work(task), _fit()
-    except Exception:  # noqa: BLE001 - whatever one task does, the others go on
+    except Exception:  # noqa: BLE001 - whatever happens in one task, the others continue
         return Ended(traceback.format_exc(limit=4)), _fit()
 
 
 def _fit() -> bool:
-    """Whether this process can still use its GPU, if it does: an error there is for good."""
+    """Whether this process can still use its GPU, if it does: an error there is permanent."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True
@@ -157,7 +158,7 @@ def _fit() -> bool:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Set here: a process that is spawned has its threads before it could be told otherwise."""
+    """Set the number of threads in the parent, since a spawned process creates its threads before it can be told."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

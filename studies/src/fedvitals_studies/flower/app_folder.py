@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digits app (`flower.digits_app`) as a folder that `flwr run` takes, with the lines that fedvitals needs."""
+"""Writes the digits app (`flower.digits_app`) as a folder for `flwr run`, with the lines that fedvitals needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedvitals.errors import ConfigError, unknown
 
 PACKAGE = "patient"
 IMPORT = "import fedvitals as fv\n"
-Edits = Mapping[str, Mapping[str, str]]  # file → line as it is → line as it is with fedvitals
+Edits = Mapping[str, Mapping[str, str]]  # file → line as it is → line with fedvitals
 
 TWO_LINES: Edits = {
     "client_app.py": {"app = ClientApp()": "app = ClientApp(mods=[fv.flower.client_mod()])"},
@@ -34,7 +34,7 @@ WATCHED: Mapping[str, Edits] = {"": {}, "two-lines": TWO_LINES, "deep": DEEP, "a
 
 
 def write_app(folder: Path, watched: str = "") -> Path:
-    """The app in `folder`, which is made new: as it is (""), with «two-lines», «deep» or «alternating»."""
+    """Write the app to `folder`, replacing it: as it is (""), with «two-lines», «deep» or «alternating»."""
     if watched not in WATCHED:
         raise ConfigError(unknown("way to watch the patient", watched, WATCHED))
     package = folder / PACKAGE
@@ -44,7 +44,7 @@ def write_app(folder: Path, watched: str = "") -> Path:
             shutil.copyfile(file, package / file.name)
         shutil.copyfile(source / "pyproject.toml", folder / "pyproject.toml")
     if watched != "alternating":
-        (package / "alternating.py").unlink()  # the only file that knows of fedvitals
+        (package / "alternating.py").unlink()  # the only file that refers to fedvitals
     for name, lines in WATCHED[watched].items():
         _edit(package / name, lines)
     return folder

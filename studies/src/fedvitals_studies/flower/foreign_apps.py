@@ -43,7 +43,7 @@ RUN_SECONDS = 600.0
 
 @dataclass
 class WayOutcome:
-    """What came of one way to run an app. `problem`: why nothing did; empty if something did."""
+    """The result of one way to run an app. `problem`: why there is none; else empty."""
 
     metrics: list[float] = field(default_factory=list)
     rounds_seen: int = 0  # by fedvitals
@@ -53,7 +53,7 @@ class WayOutcome:
 
 @dataclass
 class AppOutcome:
-    """What came of an app, by way, and one sentence on each way that is watched."""
+    """The results of an app, by way, and one sentence on each monitored way."""
 
     name: str
     ways: dict[str, WayOutcome] = field(default_factory=dict)
@@ -72,13 +72,13 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def metrics_of(log: str) -> list[float]:
-    """Return all numbers of the metrics in Flower's log, in their order; seconds and addresses are none."""
+    """Return all numbers of the metrics in Flower's log, in order; seconds and addresses are excluded."""
     lines = (next(part for part in match.groups() if part) for match in METRICS.finditer(log))
     return [float(number) for line in lines for number in NUMBER.findall(line)]
 
 
 def compared(metrics: Sequence[float], plain: Sequence[float], again: Sequence[float]) -> str:
-    """Say how metrics differ from those of a plain run, held against how a second plain run does."""
+    """Return how metrics differ from those of a plain run, relative to how a second plain run does."""
     if not plain:
         return "not comparable: the plain run logged no metrics"
     if len(metrics) != len(plain):
@@ -99,7 +99,7 @@ def _distance(numbers: Sequence[float], others: Sequence[float]) -> float:
 
 
 class Study:
-    """Runs apps. `path`: folders that come first where their processes look for modules."""
+    """Runs apps. `path`: folders that come first in their processes' module search path."""
 
     def __init__(self, work: Path, path: Sequence[Path], *, nodes: int, rounds: int | None) -> None:
         self._work, self._nodes, self._rounds = work, nodes, rounds

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's patient in simulation, with one fault at a time: whether the store names the right client and the right ill.
+"""Flower's patient in simulation, with one fault at a time: does the store name the right client and the right issue?
 
-Judged by what a user gets: the cases of the stored run. A fault is named rightly if its client has a case of the issue
-that was planted, and no other client has a case that is more than a note.
+Judged by what a user gets: the cases of the stored run. A fault is named correctly if its client has a case of the
+planted issue, and no other client has a case that is more than a note.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fedvitals_studies.flower.spans import spans_joined
 
 NODES = 8
 SEEDS = 5
-DEADLINE = 6.0  # seconds: several times a round, so that only who sleeps misses it
+DEADLINE = 6.0  # seconds: several times a round, so that only a sleeping client misses it
 USUAL: Mapping[str, Any] = {"num-server-rounds": 8, "warm-up": True, "learning-rate": 0.05, "local-epochs": 2}
 ISSUES: Mapping[str, frozenset[str]] = {
     "none": frozenset(),
     "fail": frozenset({"CRASH"}),
     "timeout": frozenset({"TIMEOUT"}),
-    # Nobody outside can tell who killed a process; that memory ran out is the usual reason.
+    # It is not visible from outside who killed a process; lack of memory is the usual reason.
     "kill": frozenset({"CRASH", "OUT_OF_MEMORY"}),
     "nan": frozenset({"NAN_UPDATE"}),
     "label-noise": frozenset({"LABEL_NOISE"}),
 }
-OWN: Mapping[str, Mapping[str, Any]] = {  # what differs from the usual
+OWN: Mapping[str, Mapping[str, Any]] = {  # differences from the usual settings
     "none": {},
     "fail": {"since": 3, "num-server-rounds": 5},
     "timeout": {"since": 2, "num-server-rounds": 5, "round-timeout": DEADLINE},
@@ -53,7 +53,7 @@ class Plant:
 
     @property
     def faulty(self) -> int:
-        """The partition that is struck: another one for each seed."""
+        """Return the faulty partition: a different one for each seed."""
         return (2 + 3 * self.seed) % NODES
 
     @property
@@ -66,19 +66,19 @@ class Plant:
 
 @dataclass(frozen=True, slots=True)
 class PlantedRun:
-    """What the store says of one run."""
+    """What the store reports of one run."""
 
     plant: Plant
-    node: str | None  # who was struck, as fedvitals calls it
+    node: str | None  # the faulty client, by fedvitals' name
     right: bool
     cases: tuple[str, ...]  # all that are more than a note, in words
     joined: int = 0  # client spans that belong to their round
     answered: int = 0
-    missing: tuple[str, ...] = field(default=())  # who answered without such a span, and when
+    missing: tuple[str, ...] = field(default=())  # clients that answered without such a span, and when
 
 
 def run_plant(link: SuperLink, app: Path, plant: Plant, store: Path) -> PlantedRun:
-    """Simulate it, with its records in `store`, a file of its own; FlowerError where the run itself came to nothing."""
+    """Simulate it, with its records in `store`, a separate file; FlowerError if the run itself failed."""
     settings = {**plant.settings(), "store": store, "results": store.with_suffix("")}
     log = link.simulate(app, settings, nodes=NODES)
     if not (store.with_suffix("") / "rounds.json").exists() or not store.exists():
@@ -87,7 +87,7 @@ def run_plant(link: SuperLink, app: Path, plant: Plant, store: Path) -> PlantedR
 
 
 def judged(plant: Plant, store: Path) -> PlantedRun:
-    """What the newest run of a store says, against what was planted."""
+    """Return what the newest run of a store reports, compared with what was planted."""
     with open_reader(str(store)) as reader:
         run = queries.list_runs(reader)[0].id
         found = [case for case in cases_of(reader, run) if is_trouble(case)]
@@ -101,7 +101,7 @@ def judged(plant: Plant, store: Path) -> PlantedRun:
 
 
 def partitions(reader: Reader, run: str) -> dict[int, str]:
-    """Which node has which partition, as the clients told."""
+    """Return the node of each partition, as reported by the clients."""
     found = {}
     for event in queries.records(reader, run, Event):
         partition = event.data.get("partition")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of Flower without its processes: from some version on, a message belongs to the run of its process."""
+"""Creates Flower messages without Flower's processes: in newer versions, a message belongs to its process's run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def flower_run(run_id: int = 7) -> Iterator[None]:
-    """Inside, messages can be made: from some version on they belong to a process's run."""
+    """Allow messages to be created inside the block: in newer versions they belong to a process's run."""
     try:
         from flwr.supercore.task_identity import TaskIdentity  # noqa: PLC0415
-    except ImportError:  # the oldest versions know no such thing
+    except ImportError:  # unknown to the oldest versions
         yield
         return
     before: dict[str, Any] = {name: getattr(TaskIdentity, name) for name in ("_run_id", "_node_id", "_task_id")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulations of federations on a SuperLink of our own, one run after the other; nothing of them is left."""
+"""Simulations of federations on our own SuperLink, one run after the other; nothing of them remains."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OWN = {
 }
 RUN_SECONDS = 300.0
 NAME = "here"  # of the SuperLink, for `flwr run`
-TAIL = 4000  # characters of a log that an error quotes
+TAIL = 4000  # characters of a log quoted in an error
 
 
 class FlowerError(FedvitalsError):
-    """A process of Flower's that did not start, did not end, or failed."""
+    """A Flower process that did not start, did not end, or failed."""
 
 
 class SuperLink:
-    """`with` starts it and ends it, with everything that it has started.
+    """Starts and ends a SuperLink in a `with` block, with everything that it has started.
 
-    `environment`: what its processes find there besides our own, such as the variable that attaches fedvitals.
+    `environment`: additional variables for its processes, such as the one that attaches fedvitals.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        # Ray's sockets lie below it, and a socket's path may have 107 characters: hence not where a caller says.
+        # Ray's sockets are below it, and a socket's path may have 107 characters: hence not at a path of the caller.
         self._folder = Path(tempfile.mkdtemp(prefix="fv", dir="/tmp" if Path("/tmp").is_dir() else None))  # noqa: S108 - made by mkdtemp
         self._home, self._empty = self._folder / "home", self._folder / "empty"
         own = {**OWN, **(environment or {}), "FLWR_HOME": str(self._home), "RAY_TMPDIR": str(self._folder)}
@@ -49,7 +49,7 @@ class SuperLink:
             opened.callback(shutil.rmtree, self._folder, ignore_errors=True)
             needs_flower()
             self._home.mkdir()
-            self._empty.mkdir()  # a package in the working directory would win over the app's
+            self._empty.mkdir()  # a package in the working directory would take precedence over the app's
             self._environment = with_programs(self._environment)
             options = ["--disable-runtime-dependency-installation"]
             port = opened.enter_context(superlink(self._environment, cwd=self._empty, options=options))
@@ -65,7 +65,9 @@ class SuperLink:
     def simulate(
         self, app: Path, settings: Mapping[str, Any], *, nodes: int, seconds: float = RUN_SECONDS, cpus: int = 1
     ) -> str:
-        """What the run logged, once it has ended; `settings` are the run's configuration. Its failing is no error."""
+        """Return what the run logged, once it has ended; `settings` are the run's configuration. A failed run is no
+        error.
+        """
         self._runs += 1
         config = self._folder / f"run-{self._runs}.toml"
         config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()), encoding="utf-8")

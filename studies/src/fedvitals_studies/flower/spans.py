@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the Spans of Flower's clients belong to their round: one chain from each client's own up to the round's."""
+"""Checks that the Spans of Flower's clients belong to their round: one chain from each client's to the round's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.time_parts import CLIENT, JOURNEY, ROUND
 
-COHORT = "cohort"  # the event that says who was asked, and who answered
+COHORT = "cohort"  # the event with the clients that were asked, and those that answered
 TRAIN = "train"
 
 
 def spans_joined(reader: Reader, run: str) -> tuple[int, int, tuple[str, ...]]:
-    """How many answered when they were asked to train, how many of their Spans are joined, and which are not."""
+    """Return how many answered when asked to train, how many of their Spans are joined, and which are not."""
     spans = {span.id: span for span in queries.records(reader, run, Span)}
     joined = {
         (span.where.node, round_span.where.round)
@@ -29,7 +29,7 @@ def spans_joined(reader: Reader, run: str) -> tuple[int, int, tuple[str, ...]]:
 
 
 def _round_above(span: Span, spans: dict[str, Span]) -> Span | None:
-    """The round that a client's Span leads up to by way of its journey, all in one trace; None if it does not."""
+    """Return the round above a client's Span and its journey, all in one trace; None if there is none."""
     journey = spans.get(span.parent or "")
     if journey is None or journey.name != JOURNEY or journey.where.node != span.where.node:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add the two lines that fedvitals needs to the copy of a Flower app that somebody else wrote."""
+"""Add the two lines that fedvitals needs to the copy of a third-party Flower app."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fedvitals.errors import FedvitalsError
 
 IMPORT = "import fedvitals as _fedvitals\n"
 MOD = "_fedvitals.flower.client_mod()"
-INSIDE = r"(?:[^()]|\([^()]*\))*?"  # arguments, with calls among them
-Pattern = tuple[re.Pattern[str], str]  # what stands in an app, and what is written in its place
+INSIDE = r"(?:[^()]|\([^()]*\))*?"  # arguments, possibly with calls
+Pattern = tuple[re.Pattern[str], str]  # what an app contains, and its replacement
 
 CLIENT_LINES: Sequence[Pattern] = (
     (re.compile(r"\bClientApp\(\s*\)"), f"ClientApp(mods=[{MOD}])"),
@@ -30,7 +30,7 @@ SERVER_LINES: Sequence[Pattern] = (
 
 
 class NoPlaceError(FedvitalsError):
-    """An app has no place in its code where a line of ours is known to belong."""
+    """An app has no place in its code where one of our lines is known to belong."""
 
 
 def add_two_lines(app: Path, store: Path) -> None:

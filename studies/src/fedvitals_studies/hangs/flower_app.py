@@ -19,7 +19,7 @@ from flwr.simulation import run_simulation
 import fedvitals as fv
 from fedvitals_studies.hangs.plant import CLIENTS, HUNG_ROUND, Plant
 
-FOLDER = "HANGS_FOLDER"  # the variable that tells clients where the settings are
+FOLDER = "HANGS_FOLDER"  # the variable with the folder of the settings
 
 client_app = ClientApp(mods=[fv.flower.client_mod(privacy=3, tracebacks=True)])
 server_app = ServerApp()
@@ -27,7 +27,7 @@ server_app = ServerApp()
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Wait as a training would, and return the model as it came."""
+    """Wait as a training would, and return the model unchanged."""
     _work("train", message, context)
     metrics = MetricRecord({"num-examples": 10, "loss": 1.0})
     content = RecordDict({"arrays": message.content.array_records["arrays"], "metrics": metrics})
@@ -74,8 +74,8 @@ def _array() -> Any:
 
 
 def simulate(folder: str) -> None:
-    """Run the federation. Its parts are imported by name: what belongs to `__main__` would be copied to the actors."""
-    from fedvitals_studies.hangs import flower_app  # noqa: PLC0415, PLW0406 - as said
+    """Run the federation. Its parts are imported by name: those of `__main__` would be copied to the actors."""
+    from fedvitals_studies.hangs import flower_app  # noqa: PLC0415, PLW0406 - see above
 
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ |= {FOLDER: folder, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **quiet}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation as a plain loop, with its clients in the loop's own process or in processes of their own."""
+"""A federation as a plain loop, with its clients in the loop's process or in separate ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedvitals_studies.hangs.plant import CLIENTS, HUNG_ROUND, Plant
 
 
 def train(plant: Plant, worker: Any, node: int, round_index: int) -> bytes:
-    """Train one client in a process of its own; return its telemetry."""
+    """Train one client in a separate process. Returns its telemetry."""
     with worker.client(f"c{node}"):
         plant.work("train", round_index, node)
     payload: bytes = worker.payload()

@@ -58,7 +58,7 @@ def make_job(plant: Plant) -> Any:
 
 
 def run(plant: Plant) -> None:
-    """Run the job in the simulator, each site in a process of its own."""
+    """Run the job in the simulator, each site in a separate process."""
     from nvflare.recipe import SimEnv  # noqa: PLC0415 - slow
 
     job = make_job(plant)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script of the sites: evaluate the model that came, train it, send it back. NVFlare copies this file."""
+"""The script of the sites: evaluate the received model, train it, send it back. NVFlare copies this file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hang in one round of a federation, which lasts until somebody lets it go.
+"""A hang in one round of a federation, which lasts until it is released.
 
-Kinds: `train` waits in the client's training, `data` reads from a pipe that nobody writes to, `stopped` is a client
-whose process was stopped by a signal (in a loop: one that waits for a lock that it holds), `aggregate` waits in the
-server's aggregation, `evaluate` in the evaluation.
+Kinds: `train` waits in the client's training, `data` reads from a pipe without a writer, `stopped` is a client whose
+process was stopped by a signal (in a loop: one that waits for a lock that it holds), `aggregate` waits in the server's
+aggregation, `evaluate` in the evaluation.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OF_SERVER = ("aggregate",)
 CLIENTS = 3
 HUNG_ROUND = 8
 SECONDS = {"train": 1.7, "evaluate": 0.8, "aggregate": 0.7}  # of a usual round
-UNEVEN = 0.05  # standard deviation of the logarithm of these
+UNEVEN = 0.05  # standard deviation of their logarithm
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One hang; `folder` is where it notes that it hangs, and looks whether it may go on."""
+    """One hang; in `folder` it notes that it hangs, and checks whether it may continue."""
 
     host: str
     kind: str
@@ -37,7 +37,7 @@ class Plant:
 
     @property
     def client(self) -> int:
-        """The number of the client that hangs, from 0 on."""
+        """The number of the hanging client, counted from 0."""
         return self.seed % CLIENTS
 
     def write(self) -> None:
@@ -46,11 +46,11 @@ class Plant:
 
     @classmethod
     def read(cls, folder: str) -> Plant:
-        """Return the settings that the folder holds."""
+        """Return the settings stored in the folder."""
         return cls(**json.loads(Path(folder, "plant.json").read_text(encoding="utf-8")))
 
     def work(self, phase: str, round_index: int, client: int | None = None) -> None:
-        """Take the usual time of a phase, and hang in it where that is planted."""
+        """Take the usual time of a phase, and hang in it if planted."""
         stream = random.Random(f"{self.seed} {phase} {round_index} {client}")  # noqa: S311 - no secret
         time.sleep(SECONDS[phase] * stream.lognormvariate(0.0, UNEVEN))
         planted = "train" if self.kind in ("data", "stopped") else self.kind
@@ -77,7 +77,7 @@ class Plant:
             time.sleep(0.05)
 
     def _read_from_pipe(self) -> None:
-        with Path(self.folder, "pipe").open("rb") as pipe:  # blocks until somebody opens it to write
+        with Path(self.folder, "pipe").open("rb") as pipe:  # blocks until it is opened for writing
             pipe.read()
 
     def _wait_for_own_lock(self) -> None:
@@ -93,7 +93,7 @@ class Plant:
             pass
 
     def let_go(self) -> None:
-        """Let the hang end; for whoever watches from outside."""
+        """Release the hang; called from outside."""
         Path(self.folder, "go-on").touch()
         if self.kind == "data":
             with Path(self.folder, "pipe").open("wb"):

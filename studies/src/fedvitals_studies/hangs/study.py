@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs planted hangs and judges what the store says of them while they last.
+"""Runs planted hangs and judges what the store reports while they last.
 
-A hang is named in time if the finding is there before the round has taken twice the usual, with the right client
-awaited (none, where the server itself hangs) in the right phase; and if it is over once the hang is.
+A hang is named in time if the finding exists before the round has taken twice the usual time, with the right client
+awaited (none, if the server itself hangs) in the right phase; and if it is over once the hang is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fedvitals_studies.hangs.plant import HUNG_ROUND, OF_SERVER, Plant
 
 MODULES = {"loop": "loops", "processes": "loops", "flower": "flower_app", "nvflare": "nvflare_job"}
 PATIENCE = 240.0  # seconds
-EVALUATED_ELSEWHERE = ("flower",)  # hosts whose clients evaluate by a message of their own
+EVALUATED_ELSEWHERE = ("flower",)  # hosts whose clients evaluate in a separate message
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What became of one hang. Seconds: of the round when it was reported, and of a usual one."""
+    """The result of one hang. Seconds: of the round when it was reported, and of a usual one."""
 
     host: str
     kind: str
@@ -41,14 +41,14 @@ class Judged:
     phase: str = ""
     seconds: float = 0.0
     usual: float = 0.0
-    stacks: int = 0  # threads whose stack is attached
-    client_stacks: int = 0  # of them, those of clients in other processes
+    stacks: int = 0  # attached stacks of threads
+    client_stacks: int = 0  # those of clients in other processes
     false: int = 0  # findings of other rounds
     message: str = ""
 
 
 def run_hang(plant: Plant) -> Judged:
-    """Run the federation of a hang in a process of its own until the finding is there, let it go on, and judge it."""
+    """Run the federation of a hang in a separate process until the finding exists, release it, and judge it."""
     folder = Path(plant.folder)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "pipe")
@@ -77,7 +77,7 @@ def _stalls(folder: Path) -> list[Event]:
 
 
 def _wait_for_finding(folder: Path) -> dict[str, Any] | None:
-    """Return the first report of the hung round; None if there is none a good while after it hung."""
+    """Return the first report of the hung round; None if there is none long after it hung."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         own = [event for event in _stalls(folder) if event.where.round == HUNG_ROUND]
@@ -91,7 +91,7 @@ def _wait_for_finding(folder: Path) -> dict[str, Any] | None:
 
 
 def _wait_for_client_stacks(folder: Path, plant: Plant) -> int:
-    """Return how many stacks of clients in other processes come within a few seconds."""
+    """Return how many stacks of clients in other processes arrive within a few seconds."""
     if plant.host == "loop" or plant.kind in OF_SERVER:
         return 0
     for _ in range(20):
@@ -134,7 +134,7 @@ def _judge(plant: Plant, stall: dict[str, Any] | None, client_stacks: int) -> Ju
 
 
 def _name_of(plant: Plant, reader: Any, run: str) -> str:
-    """Return the name that the host gives to the client that hangs."""
+    """Return the host's name of the client that hangs."""
     if plant.host == "nvflare":
         return f"site-{plant.client + 1}"
     if plant.host != "flower":
@@ -145,5 +145,5 @@ def _name_of(plant: Plant, reader: Any, run: str) -> str:
 
 
 def as_lines(judged: list[Judged]) -> list[dict[str, Any]]:
-    """Return the hangs as they are kept."""
+    """Return the hangs as stored."""
     return [asdict(row) for row in judged]

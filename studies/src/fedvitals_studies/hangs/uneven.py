@@ -55,7 +55,7 @@ def _findings(kind: str) -> list[str]:
         setattr(stall_watch, name, getattr(stall_watch, name) / FASTER)
     with fv.Monitor(None, run=kind, machine=False) as monitor:
         for number in range(ROUNDS):
-            # An evaluation is a part of its own; all else makes the clients slower.
+            # An evaluation is a separate part; all else makes the clients slower.
             evaluates = kind.startswith("an evaluation")
             whole = USUAL * length(rng, number)
             training = min(whole, USUAL) if evaluates else whole

@@ -33,13 +33,13 @@ TWINS, ROUNDS, PRIVACY = 18, 6, (2, 3)
 
 @dataclass(slots=True)
 class AttackSummary:
-    """What the runs with one kind of attack showed."""
+    """The results of the runs with one kind of attack."""
 
     runs: int = 0
     changed: list[str] = field(default_factory=list)
     moved: float = 0.0
-    named_by_refusal: int = 0  # runs in which the hostile client was named, since telemetry was refused
-    named_by_finding: int = 0  # runs in which it was named by another finding alone
+    named_by_refusal: int = 0  # runs in which the hostile client was named because telemetry was refused
+    named_by_finding: int = 0  # runs in which it was only named by another finding
     findings: Counter[str] = field(default_factory=Counter)
 
 
@@ -74,7 +74,7 @@ def hostile_runs(share: float) -> dict[str, AttackSummary]:
 
 
 def tell_payloads(share: float) -> list[str]:
-    """Print the table of payloads; returns what must not have happened."""
+    """Print the table of payloads. Returns what must not have happened."""
     failures: list[str] = []
     rows = []
     for counts in counts_of_hosts(share):
@@ -96,7 +96,7 @@ def tell_payloads(share: float) -> list[str]:
 
 
 def tell_runs(share: float) -> list[str]:
-    """Print the table of runs; returns what must not have happened."""
+    """Print the table of runs. Returns what must not have happened."""
     rows = hostile_runs(share)
     click.echo("| attack | runs | verdicts on others changed | largest move | named: refused; found | findings |")
     click.echo("| --- |" + " ---: |" * 4 + " --- |")
@@ -111,7 +111,7 @@ def tell_runs(share: float) -> list[str]:
 
 
 def main(share: float = 1.0, part: str = "") -> int:
-    """Print the tables; returns 1 if anything happened that must not."""
+    """Print the tables. Returns 1 if anything happened that must not."""
     logging.getLogger("fedvitals").setLevel(logging.CRITICAL)  # each refusal is also a warning
     failures = [] if part == "runs" else tell_payloads(share)
     failures += [] if part == "payloads" else tell_runs(share)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small federation that trains, of which one client's telemetry may be hostile; and what is then said of the others.
+"""A small federation in which one client's telemetry may be hostile, and the verdicts on the others.
 
     honest = federate(seed=3)
     hostile = federate(seed=3, kind="framing")
     changed_verdicts(honest, hostile)           # empty: the hostile telemetry changed nothing about anybody else
 
-The updates are the same in both: only the telemetry of one client differs. Another client really is ill, so that there
-is something to hide, and something to be confused with.
+The updates are the same in both: only the telemetry of one client differs. Another client really is faulty, so that
+there is something to hide, and something to be confused with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedvitals_studies.hostile.telemetry import Attacker
 ROUNDS, CLIENTS, STEPS = 8, 8, 4
 HOSTILE, ILL = "c0", "c3"
 ILLNESSES = ("none", "nan", "scaled", "negated", "noise", "zero")
-MOVED = 0.05  # that a probability may move
+MOVED = 0.05  # by which a probability may change
 
 Verdict = tuple[str, str | None, str]
 """Issue, node and severity of a finding."""
@@ -39,19 +39,19 @@ Verdict = tuple[str, str | None, str]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run said: the largest probability of each verdict, and which clients were named for their telemetry."""
+    """The result of a run: the largest probability of each verdict, and the clients named for their telemetry."""
 
     verdicts: dict[Verdict, float]
     refused: set[str | None]
     errors: list[str] = field(default_factory=list)  # of the monitor itself
-    rounds: int = 0  # that were closed
+    rounds: int = 0  # number of closed rounds
     kinds: list[str] = field(default_factory=list)  # of the attacks, round by round
 
 
 def federate(
     seed: int, kind: str | None = None, *, illness: str = "nan", rounds: int = ROUNDS, privacy: int = 2
 ) -> Outcome:
-    """Train and return what was said. `kind`: of the attacks («any»: another one in each round); None: honest."""
+    """Train and return the outcome. `kind`: of the attacks («any»: another one in each round); None: honest."""
     torch.manual_seed(seed)
     shared = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     centres = torch.randn(3, 8) * 2
@@ -119,7 +119,7 @@ def _ill(update: list[torch.Tensor], illness: str) -> list[torch.Tensor]:
 
 
 def is_own_error(record: Record) -> TypeGuard[Event]:
-    """Whether the monitor itself failed; a client may tell the same of its own."""
+    """Whether the monitor itself failed; a client may report the same of its own."""
     return isinstance(record, Event) and record.name == "monitor.error" and not record.source.startswith(SENDER)
 
 
@@ -145,11 +145,11 @@ def changed_verdicts(honest: Outcome, hostile: Outcome) -> list[tuple[Verdict, f
 
 
 def largest_move(honest: Outcome, hostile: Outcome) -> float:
-    """Return by how much a probability about anybody but the hostile client moved at most."""
+    """Return by how much a probability about anybody but the hostile client changed at most."""
     keys = [key for key in {*honest.verdicts, *hostile.verdicts} if key[1] != HOSTILE]
     return max((abs(honest.verdicts.get(key, 0.0) - hostile.verdicts.get(key, 0.0)) for key in keys), default=0.0)
 
 
 def findings_about_hostile(honest: Outcome, hostile: Outcome) -> set[str]:
-    """Return the issues that are reported of the hostile client, and would not be if it did not lie."""
+    """Return the issues that are reported for the hostile client only because it lies."""
     return {issue for issue, node, _ in {*hostile.verdicts} - {*honest.verdicts} if node == HOSTILE}

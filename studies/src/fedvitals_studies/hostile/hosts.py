@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts that hostile messages are sent to: each opens rounds, hands over messages by its real path, and closes.
+"""The hosts that hostile messages are sent to: each opens rounds, passes messages through its real path, and closes.
 
 with PlainHost() as host:
     host.begin(0)
@@ -37,12 +37,12 @@ from fedvitals.transport.wire.payload import decode
 from fedvitals_studies.flower.process_identity import flower_run
 from fedvitals_studies.hostile.federation import is_own_error
 
-SECRET = "the-secret-of-a-study"  # noqa: S105 - of a receiver that only this process reaches
+SECRET = "the-secret-of-a-study"  # noqa: S105 - for a receiver that only this process reaches
 FLOWER_RUN = 7
 
 
 class CountingSink(Sink):
-    """Counts by node what was refused and whose loss arrived, and keeps the monitor's own errors."""
+    """Counts by node the refused messages and arrived losses, and keeps the monitor's own errors."""
 
     name = "counting"
 
@@ -92,12 +92,12 @@ class AttackedHost(Protocol):
         self.monitor.host.round_begin(number, self.model)
 
     def send(self, node: str, message: bytes, envelope: dict[str, float] | None = None) -> None:
-        """Hand over a message as one of this client's; `envelope`: times that a reply is to claim."""
+        """Pass on a message as one of this client's; `envelope`: times that a reply is to claim."""
         ...
 
     def reads(self, node: str) -> bool:
         """Return whether further messages of this client are read in this round: not after ten that were refused."""
-        use = self.monitor.host.monitored.arrivals._quotas._uses.get(node)  # noqa: SLF001 - nobody else asks
+        use = self.monitor.host.monitored.arrivals._quotas._uses.get(node)  # noqa: SLF001 - nobody else needs it
         return use is None or use.refusals < ROUND_REFUSALS
 
     def end(self, number: int) -> None:
@@ -106,7 +106,7 @@ class AttackedHost(Protocol):
 
 
 class PlainHost(AttackedHost):
-    """A loop with a transport of its own: `absorb`."""
+    """A loop with its own transport: `absorb`."""
 
     name: ClassVar[str] = "plain loop"
 
@@ -143,14 +143,14 @@ class FlowerHost(AttackedHost):
         reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         self.rounds.reply_received(reply, time.time())
 
-    def end(self, number: int) -> None:  # noqa: ARG002 - the one that is open
+    def end(self, number: int) -> None:  # noqa: ARG002 - the open one
         self.rounds.end()
 
 
 class OtlpHost(AttackedHost):
-    """A loop with an OTLP receiver, asked over HTTP with each sender's own token.
+    """A loop with an OTLP receiver, accessed over HTTP with each sender's own token.
 
-    A payload's records are sent as OTLP's messages; bytes that are no payload are sent as they are.
+    A payload's records are sent as OTLP messages; bytes that are no payload are sent as they are.
     """
 
     name: ClassVar[str] = "OTLP over HTTP"

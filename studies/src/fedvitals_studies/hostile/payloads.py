@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends hostile payloads to a host, beside honest clients, and counts what becomes of them."""
+"""Sends hostile payloads to a host, among honest clients, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from fedvitals_studies.hostile.hosts import AttackedHost
 from fedvitals_studies.hostile.telemetry import ATTACKS, Attacker
 
 LIARS, HONEST = 20, 5
-ATTACKS_A_ROUND = 8  # of each liar
-FLOODS = 1000  # every so many attacks is a flood: one takes as long to make as hundreds of others
+ATTACKS_A_ROUND = 8  # per liar
+FLOODS = 1000  # one in this many attacks is a flood: one takes as long to create as hundreds of others
 CHEAP = tuple(kind for kind in ATTACKS if kind != "flooding")
 
 
 @dataclass(slots=True)
 class AttackCounts:
-    """What became of the payloads. Times in seconds, memory in bytes."""
+    """The outcomes of the payloads. Times in seconds, memory in bytes."""
 
     host: str
     payloads: Counter[str] = field(default_factory=Counter)  # by kind of attack
-    unread: int = 0  # of them, because ten messages of the same sender and round had been refused
+    unread: int = 0  # because ten messages of the same sender and round had been refused
     senders: int = LIARS
     rounds: int = 0
     crashes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # of the monitor
-    longest: float = 0.0  # call: a message or the end of a round
+    longest: float = 0.0  # longest call: a message or the end of a round
     longest_processor: float = 0.0
     refusals: int = 0
     honest_refused: int = 0
     honest_missing: int = 0  # rounds in which an honest client's loss did not arrive
     unnamed: int = (
-        0  # liars of the last round that were never refused: numbers alone, as OTLP takes them, may be possible
+        0  # liars of the last round that were never refused: plain numbers, as OTLP takes them, may be possible
     )
     resident: list[int] = field(default_factory=list)
 
     @property
     def count(self) -> int:
-        """How many hostile payloads were sent."""
+        """The number of hostile payloads sent."""
         return sum(self.payloads.values())
 
     @property
@@ -68,7 +68,7 @@ class AttackCounts:
 
 
 def attack_host(host: AttackedHost, payloads: int, seed: int, *, strangers: bool = False) -> AttackCounts:
-    """Send at least so many hostile payloads. `strangers`: in each round by senders that nobody has seen before."""
+    """Send at least `payloads` hostile payloads. `strangers`: in each round from new senders."""
     counts = AttackCounts(f"{host.name}, new senders in each round" if strangers else host.name)
     honest = [str(1 + i) for i in range(HONEST)]
     attackers = _attackers(host, honest, seed, 0)
@@ -113,14 +113,14 @@ def _attackers(host: AttackedHost, honest: list[str], seed: int, number: int) ->
 
 
 def _envelope(attacker: Attacker) -> dict[str, float] | None:
-    """Now and then times that no clock shows."""
+    """Return, in one case of ten, times that no clock shows."""
     if attacker.random.random() < 0.9:
         return None
     return {attacker.random.choice(("received", "replied", "started", "cpu")): attacker.number()}
 
 
 def _honest_payload(node: str, run: str, number: int, source: str) -> bytes:
-    """What an honest client tells of a round."""
+    """Return an honest client's report on a round."""
     where, now = Where(run, None, node), time.time()
     values = {"gradient.norm": 1.0, "steps": 10.0, "loss": 1 / (1 + number) + 0.001 * int(node), "weight.norm": 2.0}
     metrics = [Metric(where, now, name, value) for name, value in values.items()]

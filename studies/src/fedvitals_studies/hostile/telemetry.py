@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates hostile telemetry: what a client that lies might send in place of, or beside, its own.
+"""Generates hostile telemetry: what a lying client might send instead of, or in addition to, its own.
 
     attacker = Attacker(node="c0", others=["c1", "c2"], run="their-run", seed=7)
     attack = attacker.attack(own_payload)     # its kind, and the messages to send
 
-Every attack follows from the seed. The kinds are the rows of `ATTACKS`; each draws its own variations, so that a
+Every attack is determined by the seed. The kinds are the rows of `ATTACKS`; each draws its own variations, so that a
 million attacks are a million different ones.
 """
 
@@ -80,11 +80,11 @@ def records_of(message: bytes) -> Sequence[Record]:
 
 
 class Attacker:
-    """A client that lies. `others`: the names of honest clients; `run`: what the clients call the run."""
+    """A lying client. `others`: the names of honest clients; `run`: the clients' name of the run."""
 
     def __init__(self, node: str, others: Sequence[str], run: str, seed: int) -> None:
         self.node, self.others, self.run = node, others, run
-        self.random = random.Random(seed)  # noqa: S311 - attacks that can be repeated
+        self.random = random.Random(seed)  # noqa: S311 - repeatable attacks
         self.captured: list[bytes] = []  # messages of this and other clients, to be replayed
         self._count = 0
 
@@ -95,22 +95,23 @@ class Attacker:
         self.captured = [*self.captured[-20:], own]
         return Attack(chosen, messages)
 
-    # -- what attacks are made of -------------------------------------------------------------------------------------
+    # -- building blocks of attacks
+    # ---------------------------------------------------------------------------------------
 
     def number(self) -> float:
-        """A number that code may stumble over, or any other."""
+        """Return a number that may break code, or any other."""
         return self.random.choice(NUMBERS) if self.random.random() < 0.8 else self.random.gauss(0.0, 10.0)
 
     def text(self) -> str:
-        """A text that code may stumble over."""
+        """Return a text that may break code."""
         return self.random.choice(TEXTS)
 
     def where(self, **changes: Any) -> Where:
-        """Coordinates of the attacker, with changes."""
+        """Return coordinates of the attacker, with changes."""
         return replace(Where(self.run, None, self.node), **changes)
 
     def payload(self, records: Sequence[Record], own: bytes = b"") -> bytes:
-        """The records as a payload, behind those that the client would have sent; b"" if they cannot be encoded."""
+        """Return the records as a payload, after those of an honest client; b"" if they cannot be encoded."""
         self._count += 1
         honest = records_of(own) if own else []
         source = f"lies-{self._count}"
@@ -120,7 +121,7 @@ class Attacker:
             return own
 
     def table(self, layers: int = 1) -> LayerTable:
-        """A layer table of shapes that may be absurd."""
+        """Return a layer table whose shapes may be absurd."""
         shapes = [
             tuple(self.random.choice((0, 1, 3, 8, 2**20)) for _ in range(self.random.randrange(4)))
             for _ in range(layers)
@@ -128,7 +129,7 @@ class Attacker:
         return LayerTable("parameter", tuple(Layer(f"w{i}", shape, "float32") for i, shape in enumerate(shapes)))
 
     def statistics(self, table: LayerTable, family: str, where: Where) -> LayerStats:
-        """Statistics of a healthy update, or of anything."""
+        """Return statistics of a healthy update, or anything."""
         rows = np.zeros((len(table.layers), len(FAMILIES[family].columns)))
         if self.random.random() < 0.5 and rows.shape[1] == empty_sums(1).shape[1]:
             rows = empty_sums(len(table.layers))
@@ -139,14 +140,14 @@ class Attacker:
         return LayerStats(where, time.time(), family, rows, table.digest)
 
     def event(self, where: Where) -> Event:
-        """An event of a name that may be the server's, with words and data of any kind."""
+        """Return an event whose name may be the server's, with any text and data."""
         keys = ("exception", "records", "histogram", "groups", "weight", "doing", "layer", "parts", "round")
         data = {key: self.random.choice((self.text(), self.number(), [self.text()], {"a": 1}, None)) for key in keys}
         level = self.random.choice(LEVELS)
         return Event(where, time.time(), level, self.random.choice(EVENTS), self.text(), data)
 
     def span(self, where: Where) -> Span:
-        """A span of a name that may be the server's, at any time and of any length."""
+        """Return a span whose name may be the server's, at any time and of any length."""
         name = self.random.choice(("round", "server", "edge", "journey", "client", "epoch", self.text()))
         attributes = {
             "clock": "virtual",
@@ -161,7 +162,7 @@ class Attacker:
 
 
 def framing(a: Attacker, own: bytes) -> list[bytes]:
-    """In the name of another client, of the server or of all, as node or as group."""
+    """Report in the name of another client, of the server or of all, as node or as group."""
     victim = a.random.choice((*a.others, "server", None))
     where = a.where(node=victim) if a.random.random() < 0.5 else a.where(group=victim)
     table = a.table()
@@ -176,7 +177,7 @@ def framing(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def forging(a: Attacker, own: bytes) -> list[bytes]:
-    """Kinds of records, metrics and events that are the server's to tell."""
+    """Send kinds of records, metrics and events that only the server may report."""
     where = a.where()
     lies: list[Record] = [
         Finding(where, 1.0, "NAN_UPDATE", "critical", 1.0, a.text()),
@@ -192,7 +193,7 @@ def forging(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def hiding(a: Attacker, own: bytes) -> list[bytes]:
-    """Healthy numbers about itself and its update, beside its own or in their place, now or in the future."""
+    """Report healthy numbers about itself and its update, in addition to its own or instead, now or in the future."""
     where, at = a.where(), time.time() + a.random.choice((0.0, 1.0, 1e9))
     table = a.table(a.random.randrange(1, 5))
     healthy = {"update.nonfinite": 0.0, "update.norm": 0.1, "gradient.nonfinite": 0.0, "loss": 0.01, "steps": 5.0}
@@ -205,7 +206,7 @@ def hiding(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def flooding(a: Attacker, own: bytes) -> list[bytes]:
-    """Many records, names, layers, sources, events or tables; in one message, or in many."""
+    """Send many records, names, layers, sources, events or tables; in one message, or in many."""
     many = a.random.choice((300, 3_000, 20_000))
     count = a._count  # noqa: SLF001 - our own
     makers: tuple[Callable[[int], Record], ...] = (
@@ -221,7 +222,7 @@ def flooding(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def blinding(a: Attacker, own: bytes) -> list[bytes]:
-    """Tables, sketches, histograms and data on which code that trusts them would fail."""
+    """Send tables, sketches, histograms and data that break code which trusts them."""
     where, table = a.where(), a.table(a.random.choice((1, 4)))
     absurd = LayerTable(
         "parameter", (Layer("w", (2 ** a.random.randrange(40, 63),) * a.random.randrange(1, 70), "float32"),)
@@ -240,13 +241,13 @@ def blinding(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def replaying(a: Attacker, own: bytes) -> list[bytes]:
-    """Messages that were sent before, by itself or by another client, instead of its own or beside it."""
+    """Send messages that were sent before, by itself or by another client, instead of its own or in addition."""
     old = a.random.choice(a.captured) if a.captured else own
     return [old, own, own] if a.random.random() < 0.5 else [own, old, old]
 
 
 def time_travel(a: Attacker, own: bytes) -> list[bytes]:
-    """Times, rounds and steps that are past, to come, or no such thing."""
+    """Send times, rounds and steps that are in the past, in the future, or invalid."""
     lies: list[Record] = []
     for _ in range(10):
         where = a.where(step=a.random.choice((None, *WHOLE)), round=a.random.choice((None, None, None, *WHOLE)))
@@ -257,7 +258,7 @@ def time_travel(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def control_characters(a: Attacker, own: bytes) -> list[bytes]:
-    """Names and words that move cursors, end lines, or mean something to a browser, a shell or a spreadsheet."""
+    """Send names and text that move cursors, end lines, or mean something to a browser, a shell or a spreadsheet."""
     where = a.where(layer=a.text() or None)
     names = LayerTable("parameter", (Layer(a.text(), (1,), a.text()),))
     lies: list[Record] = [
@@ -271,14 +272,14 @@ def control_characters(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def numbers(a: Attacker, own: bytes) -> list[bytes]:
-    """Huge, tiny and impossible numbers, under every name that there is."""
+    """Send huge, tiny and impossible numbers, under every existing name."""
     names = a.random.sample(tuple(CATALOG), 20)
     lies = [Metric(a.where(step=a.random.choice((None, 0, 3))), 1.0, name, a.number()) for name in names]
     return [a.payload([lie], own if i == 0 else b"") for i, lie in enumerate(lies)]
 
 
 def copying(a: Attacker, own: bytes) -> list[bytes]:
-    """Another client's name, sketch and numbers, as its own."""
+    """Send another client's name, sketch and numbers, as its own."""
     stolen = [r for message in a.captured for r in records_of(message) if isinstance(r, Sketch | Metric)]
     lies = [replace(record, where=a.where()) for record in a.random.sample(stolen, min(20, len(stolen)))]
     lies.append(Sketch(a.where(), 1.0, tuple(a.random.gauss(0, 1) for _ in range(256)), "feed" * 4))
@@ -286,7 +287,7 @@ def copying(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def imitating(a: Attacker, own: bytes) -> list[bytes]:
-    """All that another client told of its training, under its own name and in place of its own."""
+    """Send all that another client reported of its training, under its own name and instead of its own."""
     others = [
         records
         for records in map(records_of, a.captured)
@@ -299,7 +300,7 @@ def imitating(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def damage(a: Attacker, own: bytes) -> list[bytes]:
-    """Bytes that are no payload: flipped, cut, with another head, or a head that unpacks to very much."""
+    """Send bytes that are no payload: flipped, cut, with another header, or a header that unpacks to very much."""
     broken = bytearray(own)
     for _ in range(a.random.randrange(1, 8)):
         broken[a.random.randrange(len(broken))] ^= 1 << a.random.randrange(8)

@@ -24,7 +24,7 @@ DISK_MEGABYTES = 220
 
 
 def kills(share: float, kinds: Collection[str]) -> Iterator[Kill]:
-    """Yield so great a share of the kills of these kinds, one after the other."""
+    """Yield this share of the kills of these kinds, one after the other."""
     count = {kind: max(1, round(share * number)) if kind in kinds else 0 for kind, number in COUNTS.items()}
     for number in range(count["disk"]):
         with study.small_disk(DISK_MEGABYTES) as disk:
@@ -46,7 +46,7 @@ def kills(share: float, kinds: Collection[str]) -> Iterator[Kill]:
 
 
 def main(share: float, kinds: Collection[str]) -> int:
-    """Print the table; returns 1 if anything acknowledged was lost."""
+    """Print the table. Returns 1 if anything acknowledged was lost."""
     rows: dict[str, list[Kill]] = {}
     for kill in kills(share, kinds):
         rows.setdefault(kill.kind, []).append(kill)

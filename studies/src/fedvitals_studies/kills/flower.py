@@ -28,7 +28,7 @@ SETTINGS = {"num-server-rounds": 1000, "model": "cnn", "local-epochs": 1}
 
 
 def kill_flower(seed: int, folder: Path, link: SuperLink) -> Kill:
-    """The server of a Flower run is killed after a few rounds."""
+    """Kill the server of a Flower run after a few rounds."""
     chance = random.Random(f"flower {seed}")  # noqa: S311 - no secrets here
     store = folder / f"flower-{seed}.db"
     app = write_app(folder / f"app-{seed}", "two-lines")
@@ -66,7 +66,7 @@ def _servers() -> set[int]:
 
 
 def complete_rounds(store: Path) -> dict[int, int]:
-    """Return how many metrics each round has that is complete."""
+    """Return the number of metrics of each complete round."""
     counts: dict[int, int] = {}
     try:
         with open_reader(store) as reader:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports and compiles once, in the process that all others are forked from, what a trainer needs in its first round.
 
-It starts no thread: a fork would not have it.
+It starts no thread: a fork would lack it.
 """
 
 import torch

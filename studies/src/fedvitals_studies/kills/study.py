@@ -2,7 +2,7 @@
 """Kills trainers, stores' servers and Flower runs at random moments; counts acknowledged rounds, and those lost.
 
 A round is acknowledged when `flush` has returned True; for Flower, when a reader of the store has seen it complete.
-After every kill the rounds must be there, once; the trainer is started again under the same run and must go on.
+After every kill the rounds must exist exactly once; the trainer is restarted with the same run and must continue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Kill:
 
 
 class Trainer:
-    """A trainer in a process of its own."""
+    """A trainer in a separate process."""
 
     def __init__(self, store: str, run: str, *, tape: bool = False, rounds: range | None = None) -> None:
         self.store, self.run, self._tape = store, run, tape
@@ -54,14 +54,14 @@ class Trainer:
         own.close()  # so that the pipe ends with the process
 
     def wait_for(self, count: int) -> None:
-        """Wait until so many more rounds are acknowledged."""
+        """Wait until `count` more rounds are acknowledged."""
         for _ in range(count):
             if not self._pipe.poll(PATIENCE):
                 raise TimeoutError(f"No round was written in {PATIENCE:.0f} s by the trainer of {self.store}.")
             self.acknowledged.append(self._pipe.recv())
 
     def kill(self) -> None:
-        """Kill -9, and take the acknowledgements that are still in the pipe."""
+        """Kill -9, and read the acknowledgements that are still in the pipe."""
         self.process.kill()
         self.process.join()
         _drain(self._pipe, self.acknowledged)
@@ -72,7 +72,7 @@ class Trainer:
         _drain(self._pipe, self.acknowledged)
 
     def missing(self) -> list[str]:
-        """Return what is lost of the acknowledged rounds."""
+        """Return the acknowledged rounds that are lost."""
         lost = missing_records(self.store, self.run, self.acknowledged)
         return lost + (missing_from_tape(self.store, self.run, self.acknowledged) if self._tape else [])
 
@@ -84,22 +84,22 @@ def _drain(pipe: Connection, numbers: list[int]) -> None:
 
 
 def kill_trainer(seed: int, folder: Path) -> Kill:
-    """A trainer that writes to a file is killed."""
+    """Kill a trainer that writes to a file."""
     return _kill_trainers("trainer", seed, str(folder / f"{seed}.db"))
 
 
 def kill_trainer_with_tape(seed: int, folder: Path) -> Kill:
-    """A trainer that records a tape, too, is killed."""
+    """Kill a trainer that also records a tape."""
     return _kill_trainers("trainer with a tape", seed, str(folder / f"tape-{seed}.db"), tape=True)
 
 
 def kill_trainer_with_readers(seed: int, folder: Path) -> Kill:
-    """A trainer is killed while ten readers read its file."""
+    """Kill a trainer while ten readers read its file."""
     return _kill_trainers("trainer with ten readers", seed, str(folder / f"read-{seed}.db"), readers=READERS)
 
 
 def kill_trainers_of_postgres(seed: int, server: PostgresServer) -> Kill:
-    """Two trainers that write to one database of PostgreSQL are killed, one after the other, while ten readers read."""
+    """Kill two trainers that write to one PostgreSQL database, one after the other, while ten readers read."""
     return _kill_trainers("two trainers, PostgreSQL", seed, server.database(), trainers=2, readers=READERS)
 
 
@@ -116,7 +116,8 @@ def _kill_trainers(
             trainer.kill()
     lost = [text for trainer in training for text in trainer.missing()]
     lost += problems(store)
-    first = training[0].acknowledged[-1] + 3  # of those before, some may have been written without a word
+    # Some of the earlier ones may have been written without being acknowledged
+    first = training[0].acknowledged[-1] + 3
     again = Trainer(store, "run-0", rounds=range(first, first + 2))
     again.end()
     rounds = [*training[0].acknowledged, first, first + 1]
@@ -145,7 +146,7 @@ def problems(store: str) -> list[str]:
 
 
 def kill_server(seed: int, server: PostgresServer) -> Kill:
-    """PostgreSQL itself is killed while two trainers write and ten readers read, and is started again."""
+    """Kill PostgreSQL itself while two trainers write and ten readers read, and restart it."""
     kind = "PostgreSQL server"
     chance = random.Random(f"{kind} {seed}")  # noqa: S311 - no secrets here
     store = server.database()
@@ -158,16 +159,16 @@ def kill_server(seed: int, server: PostgresServer) -> Kill:
         time.sleep(chance.uniform(0, 1.0))
         server.start()
         for trainer in training:
-            trainer.wait_for(2)  # both go on
+            trainer.wait_for(2)  # both continue
             trainer.kill()
     lost = [text for trainer in training for text in trainer.missing()]
     return Kill(kind, seed, sum(len(trainer.acknowledged) for trainer in training), tuple(lost))
 
 
 def fill_disk(seed: int, folder: Path) -> Kill:
-    """The disk of PostgreSQL is full for a while, and its trainer is killed after there is room again.
+    """Fill PostgreSQL's disk for a while, and kill its trainer after there is room again.
 
-    `folder` is a file system of its own with little room.
+    `folder` is a separate file system with little room.
     """
     kind = "PostgreSQL, disk full"
     server = PostgresServer(folder)
@@ -190,7 +191,7 @@ def fill_disk(seed: int, folder: Path) -> Kill:
 
 @contextlib.contextmanager
 def small_disk(megabytes: int) -> Iterator[Path]:
-    """Yield a folder on a file system of its own with so much room; needs the right to mount one."""
+    """Yield a folder on a separate file system of this size; needs the right to mount one."""
     with tempfile.TemporaryDirectory(prefix="fv-pg-") as name:
         options = ["-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", name]
         subprocess.run(["mount", *options], check=True, capture_output=True)  # noqa: S603, S607

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the processes that are killed: trainers that acknowledge each round once it is written, and readers.
+"""The processes that are killed: trainers that acknowledge each round once it is written, and readers.
 
-A trainer is killed together with everything it has not written yet. The round's number goes through a pipe after
-`flush` has returned True, so that whoever holds the other end knows which rounds must be found afterwards.
+A trainer is killed together with everything it has not written yet. The round's number is sent through a pipe after
+`flush` has returned True, so that the parent knows which rounds must be found afterwards.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CLIENTS, STEPS = 3, 2
 
 
 def train(store: str, run: str, tape: bool, rounds: range | None, acknowledged: Connection) -> None:
-    """Train a small federation under a monitor for these rounds, or, if there are none, until killed."""
+    """Train a small monitored federation for these rounds or, if there are none, until killed."""
     torch.set_num_threads(1)
-    compaction.CHUNK_ROUNDS = 4  # so that some of the kills fall into a compaction
+    compaction.CHUNK_ROUNDS = 4  # so that some of the kills happen during a compaction
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
     with fv.Monitor(store, id=run, tape=fv.Tape(every=3) if tape else None) as monitor:
@@ -55,7 +55,7 @@ def _round(monitor: fv.Monitor, model: nn.Module, number: int) -> None:
 
 
 def read(store: str, run: str, seed: int) -> None:
-    """Read the store again and again, until killed: each time anew, or several times through one reader."""
+    """Read the store repeatedly, until killed: with a new reader each time, or several times with one."""
     chance = random.Random(seed)  # noqa: S311 - no secrets here
     while True:
         try:
@@ -63,12 +63,12 @@ def read(store: str, run: str, seed: int) -> None:
                 for _ in range(chance.randint(1, 5)):
                     queries.newest_rounds(reader, run, 3)
         except FedvitalsError:
-            pass  # not there yet, or its server is being started
+            pass  # does not exist yet, or its server is being started
         time.sleep(chance.uniform(0, 0.1))
 
 
 def missing_records(store: str, run: str, acknowledged: list[int]) -> list[str]:
-    """Return what a store lacks of the acknowledged rounds, and what it has twice."""
+    """Return the acknowledged rounds that a store lacks, and what it contains twice."""
     wanted: set[tuple[int | None, str | None, str]] = {(number, None, "time.round") for number in acknowledged}
     wanted |= {(number, f"c{c}", name) for number in acknowledged for c in range(CLIENTS) for name in ("loss", "steps")}
     with open_reader(store) as reader:
@@ -84,7 +84,7 @@ def missing_records(store: str, run: str, acknowledged: list[int]) -> list[str]:
 
 
 def missing_from_tape(store: str, run: str, acknowledged: list[int]) -> list[str]:
-    """Return the acknowledged rounds that a tape does not have, or cannot read."""
+    """Return the acknowledged rounds that a tape lacks, or cannot read."""
     from fedvitals.replay.tape.reader import open_tape  # noqa: PLC0415 - only where there is a tape
 
     tape, lost = open_tape(Path(store), run), []

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Study of memory forecasts: ten planted leaks, each until the process is killed for it, and healthy curves."""
+"""Study of memory forecasts: ten planted leaks, each until its process is killed, and healthy federations."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation in one process, or with clients in processes of their own, that leaks in one of several places."""
+"""A federation in one process, or with clients in separate processes, that leaks in one of several places."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import fedvitals as fv
 from fedvitals.monitor import rounds
 from fedvitals.resources import client_memory
 
-LIMIT = "LEAKS_LIMIT"  # the variable that says how many bytes a process may hold
+LIMIT = "LEAKS_LIMIT"  # the variable with the number of bytes that a process may use
 if LIMIT in os.environ:
     for module in (rounds, client_memory):
         vars(module)["limit_bytes"] = lambda: int(os.environ[LIMIT])
 CLIENTS = 3
-ROUNDS = 400  # nobody gets that far
+ROUNDS = 400  # never reached
 KEPT: list[Any] = []
 
 
 def keep(megabytes: float, *, tensors: bool = False) -> None:
-    """Keep so much more memory, as bytes or as tensors that no hook sees."""
+    """Keep this much more memory, as bytes or as tensors that no hook sees."""
     count = int(megabytes * 2**20)
     KEPT.append(torch.ones(count // 4) if tensors else np.ones(count, np.uint8))
 
 
 class Federation:
-    """`kind`: where it leaks; `megabytes`: a round."""
+    """A leaking federation. `kind`: where it leaks; `megabytes`: per round."""
 
     def __init__(self, kind: str, megabytes: float, seed: int) -> None:
         self.kind, self.megabytes, self.rng = kind, megabytes, random.Random(seed)  # noqa: S311 - no secret
@@ -42,7 +42,7 @@ class Federation:
         self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def amount(self) -> float:
-        """Return the megabytes of this round: they differ by a fifth."""
+        """Return the megabytes of this round, which vary by a fifth."""
         return self.megabytes * self.rng.uniform(0.8, 1.2)
 
     def train(self, monitor: Any, node: int) -> None:
@@ -57,7 +57,7 @@ class Federation:
                 loss = nn.functional.cross_entropy(outputs, torch.randint(10, (32,)))
                 loss.backward()
                 optimizer.step()
-            if self.kind == "outputs":  # of a batch that grows the graph's share: large outputs with their graph
+            if self.kind == "outputs":  # of a batch that increases the graph's share: large outputs with their graph
                 wide = torch.randn(int(self.amount() / CLIENTS * 2**20 / 4 / 330), 64)
                 KEPT.append(model(wide))
             elif self.kind in ("every client", "tensors"):
@@ -71,18 +71,18 @@ class Federation:
             if self.kind == "aggregate":
                 keep(self.amount())
         with monitor.part("evaluate"):
-            batch = torch.randn(20_000, 256)  # for a while
+            batch = torch.randn(20_000, 256)  # temporarily
             del batch
             if self.kind in ("evaluate", "growing evaluation"):
                 keep(self.amount())
             if self.kind == "growing evaluation":
-                torch.ones(int(150 * 2**20 / 4)).sum()  # needed for a while, each time
+                torch.ones(int(150 * 2**20 / 4)).sum()  # temporarily needed, each time
         if self.kind == "history":
             keep(self.amount())
 
 
 def train_elsewhere(kind: str, worker: Any, node: int, megabytes: float) -> bytes:
-    """Train a client in a process of its own, which leaks if it is its turn."""
+    """Train a client in a separate process, which leaks if it is its turn."""
     federation = Federation("none", megabytes, node)
     federation.train(worker, node)
     if kind == "process" and node == 1:
@@ -92,7 +92,7 @@ def train_elsewhere(kind: str, worker: Any, node: int, megabytes: float) -> byte
 
 
 def run(store: str, kind: str, megabytes: float, seed: int) -> None:
-    """Train until memory runs out; a line for each round that was completed."""
+    """Train until memory runs out; prints a line for each completed round."""
     federation = Federation(kind, megabytes, seed)
     with fv.Monitor(store, run=kind) as monitor:
         if kind != "process":

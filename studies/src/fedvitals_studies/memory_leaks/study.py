@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs planted leaks until a process holds more than there is, and is killed for it.
+"""Runs planted leaks until a process exceeds the memory limit, and is killed for it.
 
-The study takes the kernel's part: a container's limit would need rights that not everybody has. The training believes
-in the limit (`memory.limit`), and what exceeds it is killed with SIGKILL within some hundredths of a second.
+The study plays the kernel's role: a container's limit would need privileges that not everybody has. The training is
+told the limit (`memory.limit`), and a process that exceeds it is killed with SIGKILL within some hundredths of a
+second.
 
-A leak is foretold if a finding with a forecast was there two rounds or more before the last complete round. How good
-the forecasts were is told by how many of the intervals held the round in which memory ran out.
+A leak is predicted if a finding with a forecast existed two rounds or more before the last complete round. The quality
+of the forecasts is the number of intervals that contained the round in which memory ran out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals_studies.memory_leaks.leaking import LIMIT
 
-LEAKS = {  # kind → megabytes a round, and megabytes that there are
+LEAKS = {  # kind → megabytes per round, and the limit in megabytes
     "every client": (25, 900),
     "one client": (25, 900),
     "tensors": (40, 1100),
@@ -44,7 +45,7 @@ HEALTHY_LIMIT, HEALTHY_RUNS = 750, 3  # megabytes; a healthy federation needs 60
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """What became of one leak; rounds are those of the first forecast and the last that was completed."""
+    """The result of one leak; rounds are those of the first forecast and the last that was completed."""
 
     kind: str
     foretold: bool
@@ -53,7 +54,7 @@ class Foretold:
     ahead: int | None
     message: str = ""
     forecasts: int = 0  # in all rounds
-    held: int = 0  # of them, those whose interval has the round in which memory ran out
+    held: int = 0  # those whose interval contains the round in which memory ran out
 
 
 def run_leak(kind: str, folder: Path, seed: int) -> Foretold:
@@ -63,7 +64,7 @@ def run_leak(kind: str, folder: Path, seed: int) -> Foretold:
     where = "history" if kind == "slow" else kind
     command = [sys.executable, "-m", "fedvitals_studies.memory_leaks.leaking", str(store), where, str(megabytes)]
     with (folder / "log.txt").open("ab") as log, (folder / f"{kind}.rounds").open("w+", encoding="ascii") as rounds:
-        training = subprocess.Popen(  # noqa: S603 - ourselves
+        training = subprocess.Popen(  # noqa: S603 - our own module
             [*command, str(seed)], stdout=rounds, stderr=log, env={**os.environ, LIMIT: str(limit << 20)}
         )
         deadline = time.monotonic() + MOST_SECONDS
@@ -78,7 +79,7 @@ def run_leak(kind: str, folder: Path, seed: int) -> Foretold:
 
 
 def _kill_the_largest(training: int, limit: int) -> None:
-    """Kill what holds more than there is, as the kernel does; with it the whole training, which cannot go on."""
+    """Kill the process that exceeds the limit, as the kernel does, and with it the training, which cannot continue."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(training)
         family = [parent, *parent.children(recursive=True)]
@@ -88,7 +89,7 @@ def _kill_the_largest(training: int, limit: int) -> None:
 
 
 def run_healthy(folder: Path, seed: int) -> dict[str, int]:
-    """Run a federation that does not leak, in little more memory than it needs; return its rounds and findings."""
+    """Run a federation that does not leak, in little more memory than it needs. Returns its rounds and findings."""
     store = folder / f"healthy-{seed}.db"
     command = [sys.executable, "-m", "fedvitals_studies.memory_leaks.leaking", str(store), "none", "0", str(seed)]
     with (folder / "log.txt").open("ab") as log:

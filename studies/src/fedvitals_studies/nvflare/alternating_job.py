@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job in which rounds without and with fedvitals take turns, and each process writes down its processor seconds.
+"""A job in which rounds without and with fedvitals alternate, and each process records its processor seconds.
 
-NVFlare copies this file into the job, so it imports nothing else of the studies. Rounds with an odd number are watched.
-A watched round ends when all its records are written, so that none of its cost falls into the next one.
+NVFlare copies this file into the job, so it imports nothing else of the studies. Rounds with an odd number are
+monitored. A monitored round ends when all its records are written, so that none of its cost falls into the next one.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ def make_model() -> nn.Module:
 
 
 def is_watched(round_index: int) -> bool:
-    """Whether fedvitals watches a round."""
+    """Whether fedvitals monitors a round."""
     return round_index % 2 == 1
 
 
 class CostDiary:
-    """Writes down when each round begins, in seconds of the process's processors."""
+    """Records when each round begins, in processor seconds of the process."""
 
     def __init__(self, folder: str, who: str) -> None:
         self._file = Path(folder) / f"{who}.jsonl"
 
     def begin(self, round_index: int) -> None:
-        """Note the beginning of a round, which is the end of the one before."""
+        """Record the beginning of a round, which is the end of the previous one."""
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"round": round_index, "cpu": time.process_time()}) + "\n")
 
 
 class AlternatingServerWatch(ServerWatch):
-    """The server's component, which sleeps in every other round."""
+    """The server's component, which is inactive in every other round."""
 
     def __init__(self, folder: str, store: str) -> None:
         super().__init__(store, "cost")
@@ -70,7 +70,7 @@ class AlternatingServerWatch(ServerWatch):
         self._watched = True
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Take an event, unless it is of a round that is not watched."""
+        """Handle an event, unless its round is not monitored."""
         if event_type == AppEventType.ROUND_STARTED:
             round_index = fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
             CostDiary(self.folder, "server").begin(round_index)
@@ -82,7 +82,7 @@ class AlternatingServerWatch(ServerWatch):
 
 
 class AlternatingSiteWatch(SiteWatch):
-    """A site's component, which sleeps in every other round."""
+    """A site's component, which is inactive in every other round."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(trainers=False)
@@ -90,7 +90,7 @@ class AlternatingSiteWatch(SiteWatch):
         self._watched = True
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Take an event, unless it is of a round that is not watched."""
+        """Handle an event, unless its round is not monitored."""
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             round_index = fl_ctx.get_prop(FLContextKey.TASK_DATA).get_header(AppConstants.CURRENT_ROUND)
             CostDiary(self.folder, fl_ctx.get_identity_name()).begin(round_index)
@@ -100,7 +100,7 @@ class AlternatingSiteWatch(SiteWatch):
 
 
 class TrainingSite(Executor):  # type: ignore[misc] # NVFlare has no types
-    """Trains the model on random samples; `measures_steps`: with `fv.watch` in the rounds that are watched."""
+    """Trains the model on random samples; `measures_steps`: with `fv.watch` in monitored rounds."""
 
     def __init__(self, steps: int, batch: int, measures_steps: bool = False) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class TrainingSite(Executor):  # type: ignore[misc] # NVFlare has no types
 
 
 class FirstModel(ModelPersistor):  # type: ignore[misc]
-    """Gives the server its first model; saves nothing."""
+    """Provides the server's first model; saves nothing."""
 
     def load_model(self, fl_ctx: FLContext) -> ModelLearnable:
         """Return the first model."""
@@ -133,4 +133,4 @@ class FirstModel(ModelPersistor):  # type: ignore[misc]
         return make_model_learnable({name: values.numpy() for name, values in make_model().state_dict().items()}, {})
 
     def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
-        """Keep nothing."""
+        """Save nothing."""

@@ -20,11 +20,11 @@ import numpy as np
 from fedvitals_studies.bench.flower.cost import percent_over_neighbours
 
 BAR = 3.0  # per cent
-WARM_UP = 4  # rounds at the beginning that are left out: compilation, first tables
+WARM_UP = 4  # rounds at the beginning that are excluded: compilation, first tables
 
 
 def make_job(folder: Path, *, sites: int, rounds: int, site: Any) -> Any:
-    """Return the job, whose processes write their diaries into the folder. `site`: what trains."""
+    """Return the job, whose processes write their diaries into the folder. `site`: the training component."""
     from nvflare.app_common.aggregators import InTimeAccumulateWeightedAggregator  # noqa: PLC0415 - an extra
     from nvflare.app_common.shareablegenerators import FullModelShareableGenerator  # noqa: PLC0415
     from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather  # noqa: PLC0415
@@ -53,7 +53,7 @@ def make_job(folder: Path, *, sites: int, rounds: int, site: Any) -> Any:
 
 
 def seconds_of_rounds(diaries: Sequence[Path]) -> list[float]:
-    """Return the processor seconds of each round but the last, of all processes together."""
+    """Return the processor seconds of each round but the last, summed over all processes."""
     sums: dict[int, float] = {}
     for diary in diaries:
         lines = [json.loads(line) for line in diary.read_text(encoding="utf-8").splitlines()]

@@ -17,7 +17,7 @@ from typing import Any
 
 from fedvitals_studies.nvflare.jobs import WORKFLOWS, JobSettings, make_job, run_job
 
-# What names a fault: the issues of which one must be found of the faulty site.
+# Fault → issues, one of which must be found for the faulty site.
 EXPECTED = {
     "none": (),
     "fail": ("CRASH",),
@@ -29,12 +29,12 @@ EXPECTED = {
 
 
 def one_run(settings: JobSettings, folder: Path) -> list[dict[str, Any]]:
-    """Run one job in a process of its own; return the findings of its run that are no notes."""
+    """Run one job in a separate process. Returns the findings of its run that are no notes."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         command = [sys.executable, "-m", __spec__.name, "--one", str(folder)]
-        subprocess.run(command, stdout=log, stderr=log, check=False, timeout=900)  # noqa: S603 - ourselves
+        subprocess.run(command, stdout=log, stderr=log, check=False, timeout=900)  # noqa: S603 - our own module
     return findings_of(folder / "runs.db")
 
 
@@ -52,7 +52,7 @@ def findings_of(store: Path) -> list[dict[str, Any]]:
 
 def run_in_here(folder: Path) -> None:
     """Run the job that a folder describes."""
-    import fedvitals as fv  # noqa: PLC0415 - in the child alone
+    import fedvitals as fv  # noqa: PLC0415 - only in the child
 
     settings = JobSettings(**json.loads((folder / "settings.json").read_text(encoding="utf-8")))
     job = make_job(settings)
@@ -61,7 +61,7 @@ def run_in_here(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for, and print one line for each run."""
+    """Run what the command line requests, and print one line for each run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", choices=[*EXPECTED, "all"], default="all")
     parser.add_argument("--seeds", default="0", help="as 0,1,2,3,4")

@@ -16,7 +16,7 @@ WORKFLOWS = ("fedavg", "scatter-and-gather", "fedopt", "cyclic")
 class JobSettings:
     """What a job trains, and which fault is planted.
 
-    `patience`: seconds that scatter-and-gather waits for the last site when all others have answered.
+    `patience`: seconds for which scatter-and-gather waits for the last site when all others have answered.
     """
 
     workflow: str = "scatter-and-gather"
@@ -90,7 +90,7 @@ def _cyclic(settings: JobSettings, name: str) -> Any:
 
 
 def _scatter_and_gather(settings: JobSettings, name: str) -> Any:
-    """Return a job that goes on without one of its sites."""
+    """Return a job that continues without one of its sites."""
     from nvflare.app_common.aggregators import InTimeAccumulateWeightedAggregator  # noqa: PLC0415 - an extra
     from nvflare.app_common.shareablegenerators import FullModelShareableGenerator  # noqa: PLC0415
     from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather  # noqa: PLC0415
@@ -119,7 +119,7 @@ def _scatter_and_gather(settings: JobSettings, name: str) -> Any:
 
 
 def run_job(job: Any, settings: JobSettings, workspace: Path) -> None:
-    """Run a recipe or a FedJob in the simulator, in this process's children; raises RuntimeError if the job fails."""
+    """Run a recipe or a FedJob in the simulator, in this process's children. Raises RuntimeError if the job fails."""
     from nvflare.recipe import SimEnv  # noqa: PLC0415 - an extra
 
     environment = SimEnv(num_clients=settings.sites, workspace_root=str(workspace))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job that runs a scripted federation of `fedvitals.testing` in NVFlare's simulator.
 
-NVFlare copies this file into the job. Its parts get the federation as the path of a file, because NVFlare takes braces
-in an argument for a variable's name.
+NVFlare copies this file into the job. Its parts get the federation as the path of a file, because NVFlare treats braces
+in an argument as a variable's name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedvitals.hosts.nvflare.server_component import ServerWatch
 from fedvitals.testing import ScriptedFederation
 
 TRAIN = "train"
-PATIENCE = 1  # seconds that the server waits for sites that are not to answer, when all others have
+PATIENCE = 1  # seconds for which the server waits for sites that must not answer, when all others have
 
 
 def federation_of(script: str) -> ScriptedFederation:
@@ -40,7 +40,7 @@ def federation_of(script: str) -> ScriptedFederation:
 
 
 class ScriptedSite(Executor):  # type: ignore[misc] # NVFlare has no types
-    """Trains as the script says; `script`: the file of the federation."""
+    """Trains according to the script; `script`: the file of the federation."""
 
     def __init__(self, script: str) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class ScriptedSite(Executor):  # type: ignore[misc] # NVFlare has no types
 
 
 class ForgedTelemetry(Filter):  # type: ignore[misc]
-    """Replaces the telemetry in the results of the site that lies."""
+    """Replaces the telemetry in the results of the lying site."""
 
     def __init__(self, script: str) -> None:
         super().__init__()
         self.script = script
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the result, with what the script makes of its telemetry."""
+        """Return the result, with its telemetry modified by the script."""
         header, round_index = shareable.get_header(KEY), shareable.get_header(AppConstants.CURRENT_ROUND)
         if header is not None and round_index is not None:
             site = fl_ctx.get_identity_name()
@@ -78,7 +78,7 @@ class ForgedTelemetry(Filter):  # type: ignore[misc]
 
 
 class ScriptedModel(ModelPersistor):  # type: ignore[misc]
-    """Gives the server the model that the script begins with; saves nothing."""
+    """Provides the server with the script's first model; saves nothing."""
 
     def __init__(self, script: str) -> None:
         super().__init__()
@@ -90,23 +90,23 @@ class ScriptedModel(ModelPersistor):  # type: ignore[misc]
         return make_model_learnable(federation_of(self.script).model(), {})
 
     def save_model(self, model: ModelLearnable, fl_ctx: FLContext) -> None:
-        """Keep nothing."""
+        """Save nothing."""
 
 
 class ScriptedServer(FLComponent):  # type: ignore[misc]
-    """Tells the script of rounds and of the end, and the workflow for how many sites it waits in each round."""
+    """Notifies the script of rounds and of the end, and sets for how many sites the workflow waits in each round."""
 
     def __init__(self, script: str) -> None:
         super().__init__()
         self.script = script
-        self._rounds: Any = None  # of the component that watches
+        self._rounds: Any = None  # of the monitoring component
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Follow the job."""
         federation = federation_of(self.script)
         if event_type == AppEventType.ROUND_STARTED:
             runner, round_index = fl_ctx.get_prop(FLContextKey.RUNNER), fl_ctx.get_prop(AppConstants.CURRENT_ROUND)
-            self._rounds = _watch_of(runner)._rounds  # noqa: SLF001 - a study looks inside
+            self._rounds = _watch_of(runner)._rounds  # noqa: SLF001 - a study may access internals
             absent = sum(federation.trouble(round_index, site) in ("late", "lost") for site in federation.clients)
             runner.current_wf.controller._min_clients = len(federation.clients) - absent  # noqa: SLF001
             federation.in_round(round_index, self._rounds.close)

@@ -2,7 +2,7 @@
 """The training script of the study's sites; one of them may have a fault. NVFlare copies this file into its jobs.
 
 Faults: `fail` raises, `slow` trains longer than the server waits, `kill` ends the process, `nan` sends NaN, `noise`
-trains on labels that were mixed up.
+trains on shuffled labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from digits_model import DigitsModel
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - what everybody calls it
+from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedvitals as fv
@@ -29,7 +29,7 @@ class PlantedError(Exception):
 
 
 def samples_of(share: int, shares: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return one site's digits, and what they show."""
+    """Return one site's digits, and their labels."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -37,7 +37,7 @@ def samples_of(share: int, shares: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: torch.nn.Module, x: Tensor, y: Tensor, *, watched: bool) -> tuple[float, int]:
-    """Train for an epoch; return the mean loss and the number of steps."""
+    """Train for an epoch. Returns the mean loss and the number of steps."""
     loader = DataLoader(TensorDataset(x, y), 16, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
@@ -58,7 +58,7 @@ def train(model: torch.nn.Module, x: Tensor, y: Tensor, *, watched: bool) -> tup
 
 
 def plant(fault: str, params: dict[str, Any]) -> None:
-    """Do what is wrong in a round in which the site's fault shows."""
+    """Apply the site's fault in a round in which it shows."""
     if fault == "fail":
         raise PlantedError("planted on purpose")
     if fault == "slow":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code made a result, also where it runs without its repository."""
+"""The code version behind a result, also outside of its repository."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """Of the code that runs, where it lies in a repository; FEDVITALS_COMMIT where it was taken out of one."""
+    """Return the commit of the running code if it is in a repository; else FEDVITALS_COMMIT."""
     told = os.environ.get("FEDVITALS_COMMIT")
     if told:
         return told

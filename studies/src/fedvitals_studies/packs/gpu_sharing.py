@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes on one GPU at the same time, by NVIDIA's own service (MPS), where it is there and works.
+"""Several processes on one GPU at the same time, by NVIDIA's own service (MPS), if it is available and works.
 
-Without it the GPU takes processes in turns, and one process with small kernels leaves most of it idle in its turn. The
-service belongs to us alone: its sockets lie in a folder of our own, and it ends when we do.
+Without it the GPU runs processes in turns, and one process with small kernels leaves most of it idle in its turn. The
+service is ours alone: its sockets are in our own folder, and it ends with us.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
 PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/cuda/bin")
-PATIENCE = 60.0  # seconds for a first process to reach the GPU
+PATIENCE = 60.0  # seconds for the first process to reach the GPU
 TRY = "import torch; print(float(torch.ones(8, device='cuda').sum()))"
 VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 @contextlib.contextmanager
 def shared(wanted: bool = True) -> Iterator[bool]:
-    """Within it, processes that are started share the GPU; gives whether they do. Nothing is raised if they cannot."""
+    """Let processes started inside the block share the GPU; yields whether they do. Raises nothing if they cannot."""
     control = shutil.which(CONTROL) or shutil.which(CONTROL, path=os.pathsep.join(PLACES))
     if not wanted or control is None:
         yield False
@@ -61,7 +61,7 @@ def _begun(control: str) -> bool:
 
 def _end(control: str) -> None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        words = "quit -t 5\n"  # clients that are left get five seconds
+        words = "quit -t 5\n"  # remaining clients get five seconds
         subprocess.run([control], check=False, input=words, text=True, capture_output=True, timeout=20)  # noqa: S603
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that makes a trial run on a machine with torch, Triton and numpy, and nothing else, not even a network.
+"""A folder that runs a trial on a machine with torch, Triton and numpy, and nothing else, not even a network.
 
-A GPU is lent for minutes, bare, and what travels to it is limited in size: so the folder has the package's source and
-the one wheel that it cannot do without, unpacked, and the data cut into parts that can travel one by one.
+A GPU is lent for minutes, without software, and the size of transfers is limited: so the folder contains the package's
+source and the one required wheel, unpacked, and the data cut into parts that can be transferred one by one.
 
     FOLDER/code/run.py      puts the data together again, then calls the trial; needs no installation
     FOLDER/code/fedvitals   and msgspec beside it, for the Python over there
@@ -28,7 +28,7 @@ import fedvitals_studies
 from fedvitals.errors import ConfigError
 from fedvitals_studies.packs.commit import commit
 
-PART_BYTES = 48 << 20  # of the 64 MiB that travel in one call, a repository of some 10 MB being among them
+PART_BYTES = 48 << 20  # of the 64 MiB that one call transfers, including a repository of some 10 MB
 PLATFORM = "manylinux2014_x86_64"
 WHEELS = ("msgspec", "tomli_w")  # all that a trial imports besides the standard library, torch, Triton and numpy
 
@@ -36,7 +36,7 @@ WHEELS = ("msgspec", "tomli_w")  # all that a trial imports besides the standard
 @dataclass(frozen=True, slots=True)
 class Packed:
     code: Path
-    parts: tuple[Path, ...]  # folders of data, each one load
+    parts: tuple[Path, ...]  # folders of data, each one transfer
 
     @property
     def script(self) -> Path:
@@ -52,17 +52,17 @@ def pack(
     part_bytes: int = PART_BYTES,
     wheels: Sequence[Path] = (),
 ) -> Packed:
-    """Writes the folder; what was in it of an earlier pack is replaced.
+    """Write the folder, replacing an earlier pack.
 
     `entry` names what run.py calls with its arguments, as «module:function»: a function from list[str] to an exit code.
-    `wheels`: files to unpack, of msgspec at least, where pip cannot download it for that version of Python.
+    `wheels`: files to unpack, at least msgspec's, if pip cannot download it for that version of Python.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: a pack is a folder. Name another, or one that is not there yet.")
     if any(folder.glob("*")) and not (folder / "code" / "manifest.json").exists():
         raise ConfigError(f"{folder} is not empty, and no pack. Name another folder, or an empty one.")
     with tempfile.TemporaryDirectory() as downloads:
-        unpacked = Path(downloads) / "unpacked"  # before anything is touched: here it may fail
+        unpacked = Path(downloads) / "unpacked"  # before anything is changed: this may fail
         for wheel in wheels or _download(Path(downloads), python):
             _unpack(wheel, unpacked)
         return _write(folder, unpacked, data=data, entry=entry, python=python, part_bytes=part_bytes)
@@ -88,7 +88,7 @@ LEFT_OUT = ("__pycache__", "static", "*.xz", "flower", "dashboard")
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files in it."""
+    """Return the total bytes of its files."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -120,7 +120,7 @@ def _download(folder: Path, python: str) -> list[Path]:
 
 
 def _cut(folder: Path, data: Sequence[Path], part_bytes: int) -> tuple[tuple[Path, ...], list[dict[str, object]]]:
-    """The files one after the other, as pieces of files, in folders of at most so many bytes, about equal."""
+    """Cut the files, in sequence, into pieces in folders of at most `part_bytes`, about equal."""
     total = sum(path.stat().st_size for path in data)
     part_bytes = -(-total // max(1, -(-total // part_bytes)))
     parts: list[Path] = []

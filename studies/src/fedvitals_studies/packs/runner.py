@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `run.py` of a pack (`gpu_pack`): puts the data together, then calls the trial. Standard library only."""
+"""The `run.py` of a pack (`gpu_pack`): reassembles the data, then calls the trial. Standard library only."""
 
 import hashlib
 import importlib
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def joined(folder: Path, files: list[dict[str, Any]]) -> Path:
-    """The data files as they were before they were cut; only what is not there already is made."""
+    """Return the reassembled data files; existing ones are reused."""
     target = folder / "joined"
     target.mkdir(exist_ok=True)
     for file in files:
         path = target / file["name"]
-        if path.exists() and _digest(path.read_bytes()) == file["sha256"]:  # else of an earlier pack
+        if path.exists() and _digest(path.read_bytes()) == file["sha256"]:  # otherwise from an earlier pack
             continue
         missing = [piece for piece in file["pieces"] if not (folder / piece).exists()]
         if missing:
@@ -44,7 +44,7 @@ def main() -> None:
     module, _, function = manifest["entry"].partition(":")
     try:
         code_of_exit = getattr(importlib.import_module(module), function)(sys.argv[1:])
-    except ImportError as error:  # what is compiled is for one version of Python
+    except ImportError as error:  # compiled code is for one version of Python
         here = f"{sys.version_info[0]}.{sys.version_info[1]}"
         if here == manifest["python"]:
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that came from another machine, unpacked: damaged ones, and ones that would fill the memory, are refused."""
+"""Unpacks files from another machine; damaged files, and files that would fill the memory, are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fedvitals.errors import ConfigError
 
-MOST = 1 << 29  # bytes of one file, unpacked: twenty times as many as the largest that we have made
+MOST = 1 << 29  # size of one unpacked file: twenty times the largest that we have made
 
 
 def unpacked(path: Path, what: str) -> bytes:
-    """The content of a gzip file; `what` it should be, for the message."""
+    """Return the content of a gzip file; `what`: its purpose, for the message."""
     try:
         with gzip.open(path) as file:
             content = file.read(MOST + 1)

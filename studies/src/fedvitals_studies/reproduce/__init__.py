@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published study, run again."""
+"""A published study, rerun."""

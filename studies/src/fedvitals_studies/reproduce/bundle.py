@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that travel: all of one piece of work in one file, and back into a folder of results."""
+"""Portable results: all of one piece of work in one file, and back into a folder of results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fedvitals_studies.reproduce.results import (
 
 VERSION = 1
 PATTERN = "results-*.json.gz"
-DONE = "done.json.gz"  # in a pack: what had been run when it was made
+DONE = "done.json.gz"  # in a pack: what had been run when it was created
 
 
 def described(result: Result, condition: Condition) -> Result:
-    """A result with all that there is to know of its condition, as it is kept."""
+    """Return a result with the full description of its condition, as stored."""
     return {**result, "series": shortened(result["series"]), "described": dataclasses.asdict(condition)}
 
 
 def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | None = None) -> None:
-    """Whole or not at all; each result with the condition that it is «described» by. `piece`: from when to when."""
+    """Write atomically; each result with the condition that it is «described» by. `piece`: its beginning and end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".half")
     content = {"version": VERSION, "piece": piece, "results": [*results]}
@@ -44,7 +44,7 @@ def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | No
 
 
 def write_done(path: Path, folder: Path, conditions: Sequence[Condition] = SETTLING) -> None:
-    """Write what a folder has of the factorial into one file, so that a pack's run does not repeat it."""
+    """Write a folder's results of the factorial into one file, so that a pack's run does not repeat them."""
     found = Results.read(folder, conditions).all()
     by_name = {condition.name: condition for condition in conditions}
     if found:
@@ -52,7 +52,7 @@ def write_done(path: Path, folder: Path, conditions: Sequence[Condition] = SETTL
 
 
 def read(path: Path) -> tuple[list[tuple[Condition, Result]], tuple[int, int] | None]:
-    """The results in a file, with their conditions, and when they were made; what is not whole is refused."""
+    """Return the results in a file, with their conditions, and when they were made; an incomplete file is refused."""
     packed = unpacked(path, "results of the study")
     try:
         content: Any = json.loads(packed)
@@ -67,9 +67,9 @@ def read(path: Path) -> tuple[list[tuple[Condition, Result]], tuple[int, int] | 
 
 
 def merge(folder: Path, files: Sequence[Path], wanted: Sequence[Condition] | None = None) -> int:
-    """Takes the results of these files, or folders of them, into a folder; what it has of the same is replaced.
+    """Import the results of these files, or folders of them, into a folder, replacing existing ones.
 
-    All files can be read and are of the `wanted` conditions' size, or none is taken.
+    Either all files can be read and are of the `wanted` conditions' size, or none is imported.
     """
     count = 0
     pieces = pieces_of(folder)
@@ -88,7 +88,7 @@ def merge(folder: Path, files: Sequence[Path], wanted: Sequence[Condition] | Non
 
 
 def _of_this_size(file: Path, condition: Condition, wanted: Sequence[Condition]) -> None:
-    """A rehearsal must not take the place of what was measured in earnest."""
+    """Refuse other sizes: a rehearsal must not replace real measurements."""
     expected = {_size(other) for other in wanted if other.name == condition.name}
     if _size(condition) not in expected:
         due = " or ".join(sorted(expected)) or "no such condition"
@@ -112,7 +112,7 @@ def _result_files(source: Path) -> list[Path]:
 
 
 def _checked(result: Any) -> tuple[Condition, Result]:
-    """Name and repeat become a file's name here: so only those that the study has."""
+    """Return the condition and the result. Name and repeat become a file name: only the study's own are accepted."""
     described = result["described"]
     condition = Condition(**{**described, "channels": tuple(described["channels"])})
     if condition.name not in BY_NAME:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on the paper's claims: `claims.toml` says what counts, the results say what was seen.
+"""Verdicts on the paper's claims: `claims.toml` defines the criteria, the results decide.
 
-The criteria are data, not code: a call of a named function on named series, compared with two thresholds. Whatever was
-not measured on the whole GTSRB with 100 clients and the paper's rounds is a rehearsal and gets other words. A claim
-whose checks could only pass, or only fail, is «not testable»: by construction, or because what it is about did not
-occur.
+The criteria are data, not code: a call of a named function on named series, compared with two thresholds. Anything not
+measured on the whole GTSRB with 100 clients and the paper's rounds is a rehearsal and gets other words. A claim whose
+checks could only pass, or only fail, is «not testable»: by construction, or because what it is about did not occur.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SIDES = ("at least", "at most")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One number and the two thresholds it is held against."""
+    """One number and the two thresholds it is compared with."""
 
     value: Any  # ["function", argument, ...]
     side: str
@@ -54,7 +53,7 @@ class Check:
 
     @property
     def series(self) -> tuple[tuple[str, str, str | None], ...]:
-        """(condition, series, part) of every series that it reads."""
+        """Return (condition, series, part) of every series that it reads."""
         return tuple(dict.fromkeys(_series_in(self.value)))
 
     @property
@@ -63,7 +62,7 @@ class Check:
 
     @property
     def short(self) -> str:
-        """The same for a table: conditions without their study, series left out, and no more than a line of it."""
+        """Return the check for a table: conditions without their study, without series, at most a line."""
         text = _worded(self.value, short=True)
         return text if len(text) <= 90 else f"{self.value[0]}(…)"
 
@@ -76,21 +75,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What must be seen in some repeat, so that a claim's checks can pass and can fail."""
+    """What must occur in some repeat, so that a claim's checks can pass and can fail."""
 
     check: Check  # both thresholds are the limit
-    reason: str  # why the claim cannot be tested where the limit is not reached
+    reason: str  # why the claim cannot be tested if the limit is not reached
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Other series on which the same checks are made: their verdict is reported, and does not count."""
+    """Other series on which the same checks are made: their verdict is reported, but does not count."""
 
     words: str
     renamed: tuple[tuple[str, str], ...]  # (series, other series): a part of the name is replaced
 
     def of(self, value: Any) -> Any:
-        """The same call on the other series."""
+        """Return the same call on the other series."""
         if isinstance(value, list):
             return [value[0], *(self.of(argument) for argument in value[1:])]
         if isinstance(value, str):
@@ -107,7 +106,7 @@ class Claim:
     why: str
     checks: tuple[Check, ...]
     reading: str = ""
-    rereads: str = ""  # the claim of which this is another reading, where its words are others
+    rereads: str = ""  # the claim of which this is another reading, if its words differ
     needs: tuple[Need, ...] = ()
     untestable: str = ""  # why no result could decide it
     beside: Beside | None = None
@@ -119,7 +118,7 @@ class Claim:
 
     @property
     def on_other_series(self) -> Claim | None:
-        """The claim as it is judged on the series beside its own, if it names any."""
+        """Return the claim as it is judged on the other series, if it names any."""
         if self.beside is None:
             return None
         checks = (dataclasses.replace(check, value=self.beside.of(check.value)) for check in self.checks)
@@ -128,7 +127,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Something that the paper does not say."""
+    """Something that the paper does not specify."""
 
     what: str
     ours: str
@@ -138,7 +137,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A check with what was found: one number per repeat, or one across them."""
+    """A check with its results: one number per repeat, or one across them."""
 
     check: Check
     numbers: tuple[float, ...]
@@ -152,9 +151,9 @@ class Verdict:
     claim: Claim
     verdict: str  # reproduced, partly, not, not testable, not run
     measured: tuple[Measured, ...]
-    objections: tuple[str, ...]  # why it is no reproduction, whatever the numbers say
+    objections: tuple[str, ...]  # why it is no reproduction, whatever the numbers
     untested: str = ""  # why it cannot be tested
-    beside: Verdict | None = None  # of the same checks on the series beside its own
+    beside: Verdict | None = None  # for the same checks on the other series
 
     @property
     def word(self) -> str:
@@ -167,12 +166,12 @@ class Verdict:
 
     @property
     def repeats(self) -> int:
-        """Repeats behind the number that has fewest of them; 0 if one of its numbers is missing."""
+        """The smallest number of repeats behind its numbers; 0 if one of them is missing."""
         return min(len(each.repeats) if each.numbers else 0 for each in self.measured)
 
 
 def read(path: Path = FILE) -> tuple[tuple[Claim, ...], tuple[Choice, ...]]:
-    """The claims and the choices of a file; a name in it that does not exist is refused."""
+    """Return the claims and the choices of a file; an unknown name in it is refused."""
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     claims = tuple(_claim(entry) for entry in content.get("claim", ()))
     choices = tuple(Choice(**entry) for entry in content.get("choice", ()))
@@ -239,7 +238,7 @@ def _series_in(value: Any) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _names_in(value: Any) -> Iterator[tuple[str, str, Iterable[str]]]:
-    """(what, name, known names) of everything that a call names."""
+    """Yield (what, name, known names) for everything that a call names."""
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         raise ConfigError(f'{value!r} is no call: write ["function", argument, ...].')
     yield "function", value[0], YARDSTICKS
@@ -263,12 +262,12 @@ def _worded(value: Any, *, short: bool = False) -> str:
 
 
 def verdicts(results: Results, path: Path = FILE) -> list[Verdict]:
-    """What the results say of each claim, in the file's order."""
+    """Return the verdicts on all claims, in the file's order."""
     return [verdict_of(claim, results) for claim in read(path)[0]]
 
 
 def verdict_of(claim: Claim, results: Results) -> Verdict:
-    """What they say of one."""
+    """Return the verdict on one claim."""
     measured = tuple(_measured(check, results) for check in claim.checks)
     needed = [(need, _measured(need.check, results)) for need in claim.needs]
     found = {each.verdict for each in measured}

@@ -3,8 +3,8 @@
 
 `python -m fedvitals_studies.reproduce.clusters FOLDER [--seeds 5] [--minutes 8]`: 20 clients of the digits, IID, with
 labels that four groups permute, and by Dirichlet 0.1; centralized and clustered. On the paper's IID data clustering
-ends in one group, so that the paper cannot tell anything about it. The threshold λ lies between the distances of
-models within and between the permuted groups, seen with seed 9001. It goes on where it was stopped.
+ends in one group, so that the paper cannot conclude anything about it. The threshold λ lies between the distances of
+models within and between the permuted groups, measured with seed 9001. It continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOPOLOGIES: dict[str, Any] = {
 
 
 def run(data: str, topology: str, seed: int) -> dict[str, Any]:
-    """Train one federation; return its clusters, how pure they are, its accuracy at home and its gradient scales."""
+    """Train one federation. Returns its clusters, their purity, its local accuracy and its gradient scales."""
     experiment = lab.Experiment(
         dataset="digits",
         partition=DATA[data],
@@ -76,14 +76,14 @@ def run(data: str, topology: str, seed: int) -> dict[str, Any]:
 
 
 def _groups(history: History) -> dict[str, list[str]]:
-    """Return the clusters at the end; all clients as one where there are none."""
+    """Return the final clusters; all clients as one if there are none."""
     events = history.events("groups")
     members = {str(group): [str(node) for node in nodes] for group, nodes in events[-1].data.items()} if events else {}
     return {group: nodes for group, nodes in members.items() if nodes} or {"all": [f"c{i}" for i in range(CLIENTS)]}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return what was seen on each kind of data under each topology."""
+    """Return the results on each kind of data under each topology."""
     lines = []
     for data in DATA:
         for topology in TOPOLOGIES:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that `fedvitals reproduce gsc` runs: one row per condition, with each setting spelt out.
+"""Everything that `fedvitals reproduce gsc` runs: one row per condition, with each setting written out.
 
-A setting that is not named in a row has the paper's value, or ours where the paper is silent.
+A setting that is not named in a row has the paper's value, or ours if the paper does not specify it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAPER_STUDIES = ("initial", "extended")
 PAPER_CLIENTS, PAPER_ITERATIONS = 100, 20
 PASS = 20  # mini-batches of 16 in a pass over a client's 313 images
 QUICK_CLIENTS, QUICK_ROUNDS = 10, 6
-TINY = {"clients": 4, "rounds": 4, "iterations": 4}  # of the factorial, whose rehearsal has some hundred runs
+TINY = {"clients": 4, "rounds": 4, "iterations": 4}  # for the factorial, whose rehearsal has some hundred runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Condition:
     topology: str = "centralized"
     scenario: str = "baseline"
     clip: float | None = 1.0
-    clip_by: str = "norm"  # of each weight tensor's gradient; or "value", each entry by itself
+    clip_by: str = "norm"  # of each weight tensor's gradient; or "value", each entry separately
     alpha: float | None = None  # Dirichlet label skew; None: dealt by image, equally
     by_track: bool = False  # photos of one sign stay with one client
-    drop_out: float = 0.0  # share of the clients that do not answer, drawn anew each round
+    drop_out: float = 0.0  # share of the clients that do not answer, drawn in each round
     learning_rate: float = 1e-3
     model: str = "paper-cnn"
     paper_weights: bool = False  # of another network: the paper's activations and first weights, not a wrong gain
@@ -45,14 +45,14 @@ class Condition:
     dense: str = "glorot"  # initial weights of the dense layer; or "torch", its default there
     pool: str = "max"  # of 2 × 2 pixels after each convolution; or "average", "none"
     scale_pixels: bool = True
-    keep_optimizer: bool = False  # Adam's state from one round to the next
+    keep_optimizer: bool = False  # whether Adam's state is kept between rounds
     rounds: int = 25
     clients: int = PAPER_CLIENTS
-    iterations: int = PAPER_ITERATIONS  # mini-batches a round
+    iterations: int = PAPER_ITERATIONS  # mini-batches per round
     epochs: int | None = None  # instead of iterations: passes over the client's data
     batches: int = 1  # mini-batches in a local iteration, after which edges average and rings pass on
     every_iteration: bool = False  # measured after each local iteration, not only after the last one of a round
-    whole_set: bool = False  # gradients over the client's whole set too, beside those of the last batch
+    whole_set: bool = False  # also gradients over the client's whole set, besides those of the last batch
     dataset: str = "gtsrb"
 
     @property
@@ -61,30 +61,32 @@ class Condition:
 
     @property
     def client_steps(self) -> int:
-        """Mini-batches of training in one repeat: what the time is estimated from."""
+        """Return the mini-batches of training in one repeat, from which the time is estimated."""
         a_round = self.iterations if self.epochs is None else self.epochs * PASS
         return self.clients * self.rounds * a_round * self.batches
 
     @property
     def paper(self) -> bool:
-        """Whether it is one of the paper's own."""
+        """Whether it is one of the paper's own conditions."""
         return self.study in PAPER_STUDIES
 
     @property
     def scale_each(self) -> bool:
-        """Whether gradient scale is measured at every iteration, where anything is."""
+        """Whether gradient scale is measured at every iteration, if anything is."""
         return self.every_iteration and (self.paper or self.study == "likeliest")
 
     @property
     def settings(self) -> dict[str, object]:
-        """What differs from the default, by name."""
+        """Return the settings that differ from the default, by name."""
         plain = Condition(self.name, self.study)
         names = [field.name for field in dataclasses.fields(self) if field.name not in {"name", "study"}]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
 
 
 def _initial() -> tuple[Condition, ...]:
-    """Without clipping, then with it; the hierarchical ones are watched at each iteration (Figures 7 to 10)."""
+    """Return the initial study without clipping, then with it; hierarchical ones are measured at each iteration
+    (Figures 7 to 10).
+    """
     return tuple(
         Condition(
             f"initial-{topology}-{'unclipped' if clip is None else 'clipped'}",
@@ -129,7 +131,7 @@ BEYOND: tuple[tuple[str, dict[str, object]], ...] = (
 
 MODELS: tuple[tuple[str, dict[str, object]], ...] = (
     ("mlp", {}),
-    # Whether the scenarios can be told apart shows with few clients and rounds; these networks are costly on a CPU.
+    # A few clients and rounds show whether the scenarios can be told apart; these networks are expensive on a CPU.
     ("transformer", {"clients": 20, "rounds": 10}),
     ("resnet", {"clients": 10, "rounds": 5}),
 )
@@ -143,7 +145,7 @@ SENSITIVITY: tuple[tuple[str, dict[str, object]], ...] = (
     ("clip-value", {"clip_by": "value"}),
     ("keep-adam", {"keep_optimizer": True}),
     ("average-pool", {"pool": "average"}),
-    # An iteration read as a whole pass over the data is twenty times the work: five rounds show where it leads.
+    # An iteration as a whole pass over the data is twenty times the work: five rounds show the effect.
     ("epochs", {"epochs": 20, "rounds": 5}),
     # Without pooling there are four times as many pixels for the second convolution, and 18 times as many weights.
     ("no-pool", {"pool": "none", "rounds": 10}),
@@ -203,14 +205,14 @@ def _sensitivity() -> tuple[Condition, ...]:
         if name in UNCLIPPED_TOO
         for topology in UNCLIPPED_TOPOLOGIES
     ]  # fmt: skip
-    # The dear ones last: where time runs out, the others are there.
+    # The expensive ones last: if time runs out, the others are done.
     fields.sort(key=lambda each: any(word in str(each["name"]) for word in DEAR))
     return tuple(Condition(study="sensitivity", **each) for each in fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One way to read what the paper leaves open about its network, its pixels, its optimiser and its iterations."""
+    """One interpretation of what the paper leaves open about its network, pixels, optimiser and iterations."""
 
     pool: bool = True
     scale_pixels: bool = True
@@ -235,11 +237,11 @@ class Reading:
         )
 
     def condition_of(self, paper: str) -> str:
-        """The name of one of the paper's conditions under this reading."""
+        """Return the name of one of the paper's conditions under this reading."""
         return f"under-{self.name}-{paper}"
 
     def conditions(self) -> tuple[Condition, ...]:
-        """All of the paper's, under this reading: the initial ones are the factorial's cells."""
+        """Return all of the paper's conditions under this reading: the initial ones are the factorial's cells."""
         return tuple(self._read(condition) for condition in (*_initial(), *_extended()))
 
     def _read(self, condition: Condition) -> Condition:
@@ -266,7 +268,7 @@ READINGS: tuple[Reading, ...] = tuple(
 OURS = Reading()
 
 
-# The extended study before the clipped half of the initial one, two runs of which are the beginnings of its own.
+# The extended study before the clipped half of the initial one, two of whose runs are the beginnings of its own.
 _UNCLIPPED, _CLIPPED = _initial()[:4], _initial()[4:]
 CONDITIONS: tuple[Condition, ...] = (*_UNCLIPPED, *_extended(), *_CLIPPED, *_sensitivity(), *_beyond())
 FACTORIAL: tuple[Condition, ...] = tuple(condition for reading in READINGS for condition in reading.conditions())
@@ -288,7 +290,7 @@ MEASURED = ("every_iteration", "whole_set")
 
 
 def richly(condition: Condition) -> Condition:
-    """As it is measured where measuring is cheap, on a GPU: the paper's own at every local iteration."""
+    """Return the condition measured as on a GPU, where measuring is cheap: the paper's own at every iteration."""
     return dataclasses.replace(condition, every_iteration=True) if condition.paper else condition
 
 
@@ -296,19 +298,21 @@ IN_QUICK = ("sensitivity-slope", "beyond-alpha-0.3-centralized")
 
 
 def quick(dataset: str) -> tuple[Condition, ...]:
-    """A rehearsal: the paper's conditions and two others, with ten clients and six rounds."""
+    """Return a rehearsal: the paper's conditions and two others, with ten clients and six rounds."""
     chosen = [c for c in CONDITIONS if c.study in {"initial", "extended"} or c.name in IN_QUICK]
     small = {"clients": QUICK_CLIENTS, "rounds": QUICK_ROUNDS, "dataset": dataset}
     return tuple(dataclasses.replace(condition, **small) for condition in chosen)  # type: ignore[arg-type]
 
 
 def quick_factorial(condition: Condition, dataset: str = "gtsrb") -> Condition:
-    """A condition of the factorial as it is rehearsed."""
+    """Return a condition of the factorial as rehearsed."""
     return dataclasses.replace(condition, dataset=dataset, **TINY)  # type: ignore[arg-type]
 
 
 def chosen(conditions: Iterable[Condition], only: Iterable[str]) -> tuple[Condition, ...]:
-    """Those that `only` names: by name, by study, or by a pattern such as `*-rings*`; all of them if it is empty."""
+    """Return the conditions that `only` names: by name, by study, or by a pattern such as `*-rings*`; all if it is
+    empty.
+    """
     conditions, wanted = tuple(conditions), tuple(only)
     for word in wanted:
         if not any(_means(word, condition) for condition in conditions):

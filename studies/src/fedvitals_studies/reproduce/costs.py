@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each metric of the study costs a client, in time and bytes: the paper only argues about it.
+"""What each metric of the study costs a client, in time and bytes, which the paper only discusses.
 
-One client-round of the paper's CNN is watched with one probe at a time; time is what the monitor says that it took on
-the training thread, bytes are what a worker process sends home. Both without what an empty monitor takes.
+One client-round of the paper's CNN is monitored with one probe at a time; time is what the monitor reports for the
+training thread, bytes are what a worker process sends. Both without the cost of an empty monitor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METRICS: dict[str, tuple[Planned, ...]] = {
 
 
 class _Costs:
-    """A sink that keeps what the monitor says of itself."""
+    """A sink that keeps what the monitor reports of itself."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -60,7 +60,7 @@ class _Costs:
 
 
 def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Seconds and bytes per client-round of each metric, and the seconds of the training itself."""
+    """Return seconds and bytes per client-round of each metric, and the seconds of the training itself."""
     site = lab.Site.of(experiment_of(BY_NAME["extended-centralized-baseline"], 0), data)
     executor, start = executor_factory(site, "reuse")(), site.layout.flat(site.module)
     out = torch.empty(1, site.layout.size)
@@ -83,7 +83,8 @@ def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
                     sizes.append(len(payload))
                     monitor.host.absorb(payload)
                 monitor.host.round_end(0, site.module)
-            found[name] = statistics.median(sink.seconds), statistics.median(sizes[1:])  # the first tells layer names
+            # The first includes layer names
+            found[name] = statistics.median(sink.seconds), statistics.median(sizes[1:])
     seconds, size = found.pop("nothing")
     costs = {name: {"seconds": max(0.0, s - seconds), "bytes": max(0, int(b - size))} for name, (s, b) in found.items()}
     return {"training": statistics.median(times), "dataset": site.dataset.name, "costs": costs}

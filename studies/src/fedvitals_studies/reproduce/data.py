@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GTSRB as the two packed files that numpy alone can read: those that are there, or made from the official images."""
+"""GTSRB as the two packed files that numpy alone can read: existing ones, or made from the official images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedvitals.lab.data.sources import search_folders
 
 @contextmanager
 def packed_gtsrb(data: Path | None = None) -> Iterator[list[Path]]:
-    """The files, for as long as it lasts."""
+    """Yield the files; temporary ones are removed at the end."""
     sources, _ = GTSRB().find(search_folders(data))
     if tuple(path.name for path in sources) == PACKED:
         yield sources
@@ -27,7 +27,7 @@ def packed_gtsrb(data: Path | None = None) -> Iterator[list[Path]]:
 
 
 def write(folder: Path, dataset: Dataset) -> list[Path]:
-    """As `data_gtsrb` reads it: differences modulo 256, colours from green, then each pixel from its neighbours."""
+    """Write files for `data_gtsrb`: differences modulo 256, colours from green, then each pixel from its neighbours."""
     files = [folder / name for name in PACKED]
     for file, x, y, groups in zip(
         files,

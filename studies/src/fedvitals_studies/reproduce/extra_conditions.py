@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the paper names as open or leaves unsaid: its figures, and the tables of accuracy, bytes, effects and costs."""
+"""What the paper names as open or does not specify: its figures, and tables of accuracy, bytes, effects and costs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _settings(results: Results) -> list[Panel]:
 
 
 def _batches(results: Results) -> list[Panel]:
-    """The last batch's gradient (solid) beside that of the client's whole set (dashed)."""
+    """Return panels with the last batch's gradient (solid) and that of the client's whole set (dashed)."""
     panels = []
     for scenario in SCENARIOS:
         for reading, words, scale in (
@@ -89,7 +89,7 @@ def _models(results: Results) -> list[Panel]:
 
 
 def _whole_set(results: Results) -> list[Panel]:
-    """Of the repeat that was measured on the whole set: a few images of each client (solid) beside it (dashed)."""
+    """Return panels of the repeat measured on the whole set: a few images of each client (solid), all (dashed)."""
     panels = []
     for topology in ("centralized", "hierarchical"):
         drawn = []
@@ -153,7 +153,7 @@ BEYOND_FIGURES = (
 
 
 def over_repeats(numbers: Sequence[float], digits: int = 3) -> str:
-    """A mean, and the range if there are several: `0.912 (0.905 to 0.918)`."""
+    """Return a mean, and the range if there are several: `0.912 (0.905 to 0.918)`."""
     finite = [n for n in numbers if np.isfinite(n)]
     if not finite:
         return "–" if not len(numbers) else ", ".join(sorted({number_words(n, digits) for n in numbers}))
@@ -193,7 +193,7 @@ def _bytes(results: Results, condition: str, name: str) -> str:
 
 
 def setting_tables(results: Results) -> list[Table]:
-    """Accuracy, server bytes and edge bytes of every setting in every topology."""
+    """Return accuracy, server bytes and edge bytes of every setting in every topology."""
     head = ("setting", *TOPOLOGIES)
 
     def rows(cell_of: object) -> tuple[tuple[str, ...], ...]:
@@ -216,7 +216,7 @@ def setting_tables(results: Results) -> list[Table]:
 
 
 def sensitivity_table(results: Results, choices: Sequence[Choice]) -> Table:
-    """Each choice that the paper leaves open, with what changes if it is made otherwise, and which conclusions with it.
+    """Return each choice that the paper leaves open, with what changes under an alternative, including conclusions.
 
     The reference is cut to the same number of rounds.
     """
@@ -265,7 +265,7 @@ def _effect(results: Results, name: str) -> tuple[str, str, str, str]:
 
 
 def _parted(results: Results, name: str) -> tuple[str, bool]:
-    """Whether GSC still tells the scenarios apart with another choice, in words and as a fact."""
+    """Return whether GSC still distinguishes the scenarios with another choice, in words and as a fact."""
     exploding, vanishing = f"{name}-exploding", f"{name}-vanishing"
     rounds = results.of(exploding)[0]["rounds"]
     gaps, zeros = [], []
@@ -280,7 +280,7 @@ def _parted(results: Results, name: str) -> tuple[str, bool]:
 
 
 def model_table(results: Results) -> Table:
-    """Whether GSC parts the three scenarios in other networks."""
+    """Return whether GSC distinguishes the three scenarios in other networks."""
     rows = []
     for model, words, names in _networks():
         if not all(results.has(name, "scale.gsc") for name in names):
@@ -303,7 +303,7 @@ def model_table(results: Results) -> Table:
 
 
 def _networks() -> list[tuple[str, str, list[str]]]:
-    """Each network with the kind of its scenarios, and its conditions in the scenarios' order."""
+    """Return each network with the kind of its scenarios, and its conditions in the scenarios' order."""
     networks = [("paper-cnn", "the paper's scenarios", [f"extended-centralized-{scenario}" for scenario in SCENARIOS])]
     for model, _ in MODELS:
         baseline = f"beyond-{model}-baseline"
@@ -316,7 +316,7 @@ def _networks() -> list[tuple[str, str, list[str]]]:
 def _gaps_by_round(
     results: Results, baseline: str, exploding: str, vanishing: str
 ) -> tuple[list[float], list[float], list[float]]:
-    """Of each repeat that all three have: exploding over baseline, baseline over vanishing, share of vanishing at 0."""
+    """Return for each common repeat: exploding over baseline, baseline over vanishing, share of vanishing at 0."""
     shared = set(results.repeats(baseline)) & set(results.repeats(exploding)) & set(results.repeats(vanishing))
     gaps, below, zeros = [], [], []
     for repeat in sorted(shared):
@@ -328,7 +328,7 @@ def _gaps_by_round(
 
 
 def cost_table(costs: Mapping[str, Any] | None) -> Table:
-    """What each metric costs a client: the paper only argues about it."""
+    """Return what each metric costs a client, which the paper only discusses."""
     head = ("metric", "time a client-round", "of its 20 iterations", "bytes sent")
     if costs is None:
         return Table("What each metric costs", head, (), "Not measured.")
@@ -360,7 +360,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def run_table(results: Results) -> Table:
-    """Every condition that was run."""
+    """Return every condition that was run."""
     rows = []
     for name in results.conditions:
         runs = results.of(name)

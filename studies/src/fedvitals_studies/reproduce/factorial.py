@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factorial: the paper's initial study under every reading of what it leaves open, and which one it agrees with.
+"""The factorial: the paper's initial study under every reading of what it leaves open, and which one agrees best.
 
 The score was fixed before the first run. Each sentence of the initial study (claims 1.x and 2.x; readings of one
 sentence count once, by the better) gives 1 if it is reproduced, ½ if partly, and 0 if not, or if it cannot be tested
-under this reading, since the paper reports that something was seen. The score is the mean over all sentences. «The
-likeliest setting» is the reading of the highest score; between equal scores the one of which a larger share of single
-checks holds in single repeats, then the one that comes first in `READINGS`.
+under this reading, since the paper reports an observation. The score is the mean over all sentences. «The likeliest
+setting» is the reading with the highest score; between equal scores the one with the larger share of single checks that
+hold in single repeats, then the one that comes first in `READINGS`.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from fedvitals_studies.reproduce.conditions import (
 )
 from fedvitals_studies.reproduce.results import Results, beginning
 
-REPEATS = 5  # of each cell
+REPEATS = 5  # per cell
 COMPLETE_REPEATS = 3  # of the extended study under the likeliest reading
 POINTS = {"reproduced": 1.0, "partly": 0.5}
 SCORED = ("1.", "2.")  # claims about the initial study
-CELLS = 8  # of a reading: four topologies, unclipped and clipped
+CELLS = 8  # per reading: four topologies, unclipped and clipped
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How well the paper's initial study fits one reading."""
+    """How well the paper's initial study agrees with one reading."""
 
     reading: Reading
     verdicts: tuple[Verdict, ...]
-    repeats: int  # of the cell that has fewest of them
+    repeats: int  # the smallest number over its cells
     score: float
     held: float  # share of single checks in single repeats
 
     @property
     def order(self) -> tuple[float, float, int]:
-        """Sort key: the best first."""
+        """Return the sort key: the best first."""
         return -self.score, -self.held, READINGS.index(self.reading)
 
 
 def cells_of(reading: Reading) -> tuple[Condition, ...]:
-    """The reading's eight cells."""
+    """Return the reading's eight cells."""
     return tuple(condition for condition in reading.conditions() if condition.study != "likeliest")
 
 
 def extended_of(reading: Reading) -> tuple[Condition, ...]:
-    """The extended study under a reading."""
+    """Return the extended study under a reading."""
     return tuple(condition for condition in reading.conditions() if condition.study == "likeliest")
 
 
 def as_the_papers(results: Results, reading: Reading) -> Results:
-    """The runs under a reading, under the names of the paper's own conditions."""
+    """Return the runs under a reading, under the names of the paper's own conditions."""
     prefix = reading.condition_of("")
     renamed = []
     for condition in reading.conditions():
@@ -75,7 +75,7 @@ def as_the_papers(results: Results, reading: Reading) -> Results:
 
 
 def with_our_cells(results: Results) -> Results:
-    """The results with what the factorial's cells under our own reading measured of the paper's conditions.
+    """Return the results with what the factorial's cells under our own reading measured of the paper's conditions.
 
     The same seed is the same training, up to rounding: a repeat that both have takes every series of its cell, and
     keeps those that only the paper's condition measured.
@@ -89,8 +89,8 @@ def with_our_cells(results: Results) -> Results:
 
 
 def main_results(results: Results) -> tuple[Results, Reading]:
-    """Return what the page shows first, and under which reading: the likeliest once its extended study is there, else
-    ours.
+    """Return the results that the page shows first, and under which reading: the likeliest once its extended study
+    exists, else ours.
     """
     ours, best = with_our_cells(results), likeliest(results)
     if best is None or best == OURS or not all(condition.name in results for condition in extended_of(best)):
@@ -101,7 +101,7 @@ def main_results(results: Results) -> tuple[Results, Reading]:
 
 
 def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
-    """The reading's score; None if not all its cells have been run."""
+    """Return the reading's score; None if not all its cells have been run."""
     names = [condition.name for condition in cells_of(reading)]
     if not all(name in results for name in names):
         return None
@@ -127,14 +127,14 @@ def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> 
 
 
 def standings(results: Results) -> list[Standing]:
-    """All readings that have been run in full, the likeliest first."""
+    """Return all readings that have been run in full, the likeliest first."""
     claims, _ = read()
     found = [standing_of(reading, results, claims) for reading in READINGS]
     return sorted((each for each in found if each is not None), key=lambda each: each.order)
 
 
 def likeliest(results: Results, repeats: int = REPEATS) -> Reading | None:
-    """The reading that agrees best of those with all repeats, once every one of the 64 cells has them; else None."""
+    """Return the best-agreeing reading with all repeats, once every one of the 64 cells has them; else None."""
     cells = [condition.name for condition in FACTORIAL if condition.study == "factorial"]
     if not all(len(results.repeats(name)) >= repeats for name in cells):
         return None
@@ -144,12 +144,12 @@ def likeliest(results: Results, repeats: int = REPEATS) -> Reading | None:
 def phases(
     folder: Path, small: Callable[[Condition], Condition], repeats: int | None = None
 ) -> Iterator[tuple[tuple[Condition, ...], int]]:
-    """What is to be run, and how often, one phase after the other; the later ones depend on what the earlier gave.
+    """Yield what is to be run, and how often, in phases; the later ones depend on the results of the earlier.
 
     The paper's first weights in other networks, which take a minute; the 64 cells; the extended study under the reading
-    that agrees best, and under ours, beside it; then an epoch as iteration in the eight cells of that reading, which
-    takes longest; and the extended study again if this reading agrees better. `small` makes a condition as large as it
-    is run: the same, or a rehearsal's; `repeats`: of everything, instead of the usual.
+    that agrees best, and under ours for comparison; then an epoch as iteration in the eight cells of that reading,
+    which takes longest; and the extended study again if this reading agrees better. `small` scales a condition to the
+    size at which it is run: the same, or a rehearsal's; `repeats`: of everything, instead of the usual.
     """
     cells, complete = repeats or REPEATS, repeats or COMPLETE_REPEATS
     yield tuple(map(small, OTHER_NETWORKS)), complete

@@ -36,7 +36,7 @@ RULE = (
 
 
 def blocks(results: Results) -> list[Block]:
-    """For the page: the rule, how much has been run, the readings, and what changes under the likeliest."""
+    """Return the blocks for the page: the rule, progress, the readings, and what changes under the likeliest."""
     ranked = standings(results)
     cells = [condition.name for condition in FACTORIAL if condition.study == "factorial"]
     runs = sum(min(REPEATS, len(results.repeats(name))) for name in cells)
@@ -66,7 +66,7 @@ def blocks(results: Results) -> list[Block]:
 
 
 def left(results: Results) -> str:
-    """What of the factorial has not been run, and how long it is expected to take, in words."""
+    """Return what is left of the factorial, and its expected duration, in words."""
     best = likeliest(results)
     if best is None:
         missing = [(c, REPEATS - len(results.repeats(c.name))) for c in FACTORIAL if c.study == "factorial"]
@@ -99,7 +99,7 @@ def _table(ranked: Sequence[Standing]) -> Table:
 
 
 def _changes(results: Results, ranked: Sequence[Standing]) -> list[Block]:
-    """Verdicts that differ between ours and the reading of the highest score, the extended study where it was run."""
+    """Return verdicts that differ between ours and the best reading, including the extended study if it was run."""
     ours = next((each for each in ranked if each.reading == OURS), None)
     best = ranked[0]
     if ours is None or best.reading == OURS:

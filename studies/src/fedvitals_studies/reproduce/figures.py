@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counterparts of the paper's Figures 6 to 29: what each shows, from which conditions.
 
-A condition or a series that is missing is left out of its figure, and the figure says so.
+A missing condition or series is left out of its figure, and the figure says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Figure:
     title: str
     conditions: tuple[str, ...]
     panels: Panels
-    adds: str = ""  # of a figure that the paper does not have: what it is for
+    adds: str = ""  # for a figure that the paper does not have: its purpose
 
     @property
     def number(self) -> int | None:
@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A figure as files, and what stands behind it."""
+    """A figure as files, and the facts behind it."""
 
     figure: Figure
     svg: str
@@ -60,12 +60,12 @@ class Drawn:
 
     @property
     def longest(self) -> int:
-        """Points of its longest line, of which the picture shows at most POINTS."""
+        """Return the points of its longest line, of which the plot shows at most POINTS."""
         return max((line["points"] for panel in self.facts["panels"] for line in panel["lines"]), default=0)
 
 
 def lines(results: Results, wanted: Iterable[tuple[str, str, str | None, str, str, bool]]) -> tuple[Line, ...]:
-    """(condition, series, part, label, colour, dashed) of those that there are."""
+    """Return the lines for (condition, series, part, label, colour, dashed) that exist."""
     return tuple(
         Line(label, results.stack(condition, name, part), colour, dashed)
         for condition, name, part, label, colour, dashed in wanted
@@ -74,7 +74,7 @@ def lines(results: Results, wanted: Iterable[tuple[str, str, str | None, str, st
 
 
 def draw(figure: Figure, results: Results) -> Drawn | None:
-    """The figure, or None if nothing that it shows has been measured."""
+    """Return the figure, or None if nothing in it has been measured."""
     panels = figure.panels(results)
     if not any(panel.lines for panel in panels):
         return None
@@ -101,7 +101,7 @@ def draw(figure: Figure, results: Results) -> Drawn | None:
 
 
 def write(drawn: Drawn, folder: Path) -> None:
-    """The picture, and beside it the numbers in it."""
+    """Write the plot, and its numbers beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{drawn.figure.name}.svg").write_text(drawn.svg, encoding="utf-8")
     (folder / f"{drawn.figure.name}.json").write_text(as_json(drawn.facts), encoding="utf-8")
@@ -130,7 +130,7 @@ def _topologies(clipped: str) -> Panels:
 
 
 def _edges(clipped: str, *shown: tuple[str, str]) -> Panels:
-    """One row per repeat, since the jumps come in different places; one line per edge."""
+    """Return one row per repeat, since the jumps occur in different places; one line per edge."""
     condition = f"initial-hierarchical-{clipped}"
 
     def panels(results: Results) -> list[Panel]:
@@ -169,7 +169,7 @@ def _accuracy_and_loss(condition: str) -> Panels:
 
 
 def _scale(topology: str, *shown: tuple[str, str, str]) -> Panels:
-    """(series, title, x axis) of each panel; the three scenarios as lines."""
+    """Return panels for each (series, title, x axis), with the three scenarios as lines."""
 
     def panels(results: Results) -> list[Panel]:
         return [
@@ -258,7 +258,7 @@ FIGURES = _paper()
 
 
 def coverage(drawn: Drawn) -> str:
-    """In words: how many repeats, clients and rounds are behind a figure, on what, and what is left out."""
+    """Return in words how many repeats, clients and rounds are behind a figure, on which data, and what is left out."""
     facts = drawn.facts
     counts = [count for count in facts["repeats"].values() if count]
     repeats = _span(counts)

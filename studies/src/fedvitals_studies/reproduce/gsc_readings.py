@@ -2,8 +2,8 @@
 """Which reading of the gradient scale's formula gives the order that the paper reports: all of them side by side.
 
 `python -m fedvitals_studies.reproduce.gsc_readings FOLDER [--seeds 5] [--minutes 8]` trains the paper's CNN in its
-three scenarios on a part of GTSRB, and measures GSC(k, l), equation 1, exactly or by 32 projections, with what the
-paper may mean by its last and first layer. It goes on where it was stopped; the page of the reproduction shows it.
+three scenarios on a part of GTSRB, and measures GSC(k, l), equation 1, exactly or by 32 projections, with the possible
+meanings of the paper's last and first layer. It continues where it was stopped; the page of the reproduction shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedvitals_studies.reproduce.conditions import SCENARIOS
 FILE = "readings.json"
 SEEDS = 5
 IMAGES = 64
-VISIBLE = 0.5  # orders of magnitude by which claim 4.3 tells scenarios apart by eye
+VISIBLE = 0.5  # orders of magnitude by which claim 4.3 distinguishes scenarios by eye
 READINGS = {
     "logits by input: `scale.gsc`": "‖logits‖ / ‖input‖",
     "logits by input, numbered the other way: `scale.sensitivity`": "‖input‖ / ‖logits‖",
@@ -56,12 +56,12 @@ def readings_of(network: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
         layer_scale(nn.Sequential(network, nn.Softmax(1)), x),
         layer_scale(_Loss(network, y), x),
     )
-    # 0 over 0, as of a softmax that is certain beyond rounding: nothing answers to the input.
+    # 0 over 0, as for a softmax that is certain beyond rounding: the input has no effect.
     return {name: float(each.nan_to_num(0.0).mean()) for name, each in zip(READINGS, scales, strict=True)}
 
 
 def run(scenario: str, seed: int) -> dict[str, Any]:
-    """Train the paper's centralized federation with 4 of its clients for 5 rounds, and return all readings."""
+    """Train the paper's centralized federation with 4 of its clients for 5 rounds. Returns all readings."""
     clip = lab.Clip(1.0) if scenario == "baseline" else None
     experiment = lab.Experiment(
         dataset=lab.gtsrb(samples=1252, test_samples=IMAGES),
@@ -78,7 +78,7 @@ def run(scenario: str, seed: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return every reading of the runs whose three scenarios are there, with the order that it gives."""
+    """Return every reading of the runs with all three scenarios, and the order that it gives."""
     by_seed: dict[int, dict[str, Mapping[str, float]]] = {}
     for row in rows:
         by_seed.setdefault(row["seed"], {})[row["scenario"]] = row["readings"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One condition of the study, run: the lab trains, the monitor measures, what it records becomes the figures' series.
+"""Runs one condition of the study: the lab trains, the monitor measures, and its records become the figures' series.
 
-Nothing is measured here that a user's monitor would not measure: this is a sink like any other, which adds up over the
+Everything measured here is what a user's monitor would measure: this is a sink like any other, which sums over the
 clients of a round.
 """
 
@@ -37,13 +37,13 @@ from fedvitals_studies.reproduce.observer import ALL, Wanted, Watch
 from fedvitals_studies.reproduce.paper_weights import PaperWeights
 
 SEED = 2024
-IMAGES = 16  # of each client, on which gradient scale is measured at the end of a round
-IMAGES_EACH = 4  # the same at every iteration: 400 of a cohort, whose mean lies about 3 % from that of all images
-NLC_ROUNDS = 5  # every so many rounds
-IMAGES_ON_CUDA = 32  # of each client, at every iteration as at the end of a round: cheap there
-WINDOW = (4, 0)  # of each five rounds, those whose every iteration has its whole-set gradient: two in a row
+IMAGES = 16  # per client, on which gradient scale is measured at the end of a round
+IMAGES_EACH = 4  # the same at every iteration: 400 of a cohort, whose mean is about 3 % from that of all images
+NLC_ROUNDS = 5  # one in this many rounds
+IMAGES_ON_CUDA = 32  # per client, at every iteration as at the end of a round: cheap there
+WINDOW = (4, 0)  # the rounds out of five with a whole-set gradient at every iteration: two in a row
 WITHOUT_EDGES = ("beyond",)  # studies in which no claim is about what happens at an edge
-EXACT_ROUNDS = (0, 9, 24, 49)  # of those that are measured on the whole set: exactly, one backward pass per class
+EXACT_ROUNDS = (0, 9, 24, 49)  # of the rounds measured on the whole set: exactly, one backward pass per class
 
 Progress = Callable[[int, int], None]
 
@@ -69,7 +69,9 @@ def measure(
     progress: Progress | None = None,
     arrays: bool | None = None,
 ) -> dict[str, Any]:
-    """What one repeat of a condition gave, as JSON. `arrays`: by a watcher in the monitor's place, as on a GPU."""
+    """Return the result of one repeat of a condition, as JSON. `arrays`: by a watcher instead of the monitor, as on a
+    GPU.
+    """
     experiment = experiment_of(condition, repeat)
     began = time.perf_counter()
     arrays = device != "cpu" if arrays is None else arrays
@@ -153,7 +155,7 @@ def local_tests(experiment: lab.Experiment, data: str | os.PathLike[str] | None)
 
 
 def wanted_of(c: Condition, repeat: int) -> Wanted:
-    """What is measured on a GPU: the paper's own conditions at every iteration, and one repeat on the whole set."""
+    """Return what is measured on a GPU: the paper's conditions at every iteration, and one repeat on the whole set."""
     by_edge = c.topology == "hierarchical"
     return Wanted(
         rounds=c.rounds,
@@ -173,7 +175,7 @@ def wanted_of(c: Condition, repeat: int) -> Wanted:
 
 
 def _images(c: Condition, *, arrays: bool) -> dict[str, int]:
-    """Of each client, on which gradient scale was measured: at the end of a round, and at each iteration."""
+    """Return the images per client for gradient scale: at the end of a round, and at each iteration."""
     here, each = (IMAGES_ON_CUDA, IMAGES_ON_CUDA) if arrays else (IMAGES, IMAGES_EACH)
     return {"round": here} | ({"iteration": each} if c.scale_each else {})
 
@@ -183,7 +185,7 @@ def _machine(device: str) -> str:
 
 
 def experiment_of(condition: Condition, repeat: int) -> lab.Experiment:
-    """The condition as the lab understands it."""
+    """Return the condition as an experiment of the lab."""
     c = condition
     clip = None if c.clip is None else lab.Clip(limit=c.clip, by="tensor" if c.clip_by == "norm" else "value")
     local = lab.Local(
@@ -218,7 +220,7 @@ def model_of(c: Condition) -> Any:
 
 
 def faults_of(c: Condition) -> list[Any]:
-    """Drop-outs; and, for other networks than the paper's, what stands for its scenarios: a wrong gain."""
+    """Return drop-outs; and, for other networks than the paper's, the substitute for its scenarios: a wrong gain."""
     found = [lab.drop_out(nodes="all", rate=c.drop_out)] if c.drop_out else []
     if c.model != "paper-cnn" and c.scenario != "baseline" and not c.paper_weights:
         found.append(lab.exploding_initialisation() if c.scenario == "exploding" else lab.vanishing_initialisation())
@@ -226,7 +228,7 @@ def faults_of(c: Condition) -> list[Any]:
 
 
 def topology_of(c: Condition) -> Any:
-    """With as many edges and rings for each client as in the paper."""
+    """Return the topology, with as many edges and rings per client as in the paper."""
     match c.topology:
         case "hierarchical":
             return lab.Hierarchical(edges=max(2, c.clients // 20), every=c.batches)
@@ -238,34 +240,34 @@ def topology_of(c: Condition) -> Any:
 
 
 def steps_of(c: Condition) -> int:
-    """Mini-batches of a client-round; 39,209 images dealt out, a fifth of them kept for the local test."""
+    """Return the mini-batches of a client-round; 39,209 images distributed, a fifth of them kept for the local test."""
     return c.iterations * c.batches if c.epochs is None else math.ceil(c.epochs * (0.8 * 39_209 // c.clients) / 16)
 
 
 def probes_of(c: Condition) -> Preset:
-    """What the figures need: at the last iteration of each round, or at every one."""
+    """Return the probes that the figures need: at the last iteration of each round, or at every one."""
     step = always if c.every_iteration else at_step(steps_of(c) - 1)
     plan = [Planned(gradients, step, each=True), Planned(weights), Planned(scale(images=IMAGES))]
     if c.scale_each:
         plan.append(Planned(scale(images=IMAGES_EACH), always))
     plan.append(Planned(nonlinearity(), rounds=NLC_ROUNDS))
     if c.whole_set:
-        # As dear as the training itself: with every iteration measured besides, every fifth round is enough.
+        # As expensive as the training itself: with every iteration measured as well, every fifth round is enough.
         plan.append(Planned(full_gradient, rounds=NLC_ROUNDS if c.every_iteration else 1))
     return Preset("study", tuple(plan), fit_percent=0.5, difference_each_step=c.every_iteration)
 
 
 class CohortSums:
-    """A sink that keeps the cohort's sums of each round (and step), and forgets the clients."""
+    """A sink that keeps the cohort's sums of each round (and step), and drops the clients."""
 
     def __init__(self, condition: Condition) -> None:
         self._condition = condition
         self._values: dict[tuple[str, int, int | None], list[float]] = defaultdict(lambda: [0.0, 0.0])  # sum, count
-        self._rows: dict[tuple[str, int, int | None], Any] = {}  # nine sums per layer, added over the clients
+        self._rows: dict[tuple[str, int, int | None], Any] = {}  # nine sums per layer, summed over the clients
         self._edges: dict[tuple[str, str, int, int], float] = defaultdict(float)  # name, edge, round, step
         self._bytes: dict[tuple[str, int], int] = defaultdict(int)
         self._groups: dict[int, int] = {}
-        self._layers: dict[str, list[int]] = {}  # by table: which rows are weights
+        self._layers: dict[str, list[int]] = {}  # table → the rows that are weights
         self.group_of: dict[str, str] = {}
 
     def write(self, records: Sequence[Record], /) -> None:
@@ -279,7 +281,7 @@ class CohortSums:
                     self._metric(record)
                 case LayerStats() if record.family in ("gradient", "gradient.full") and _of_client(record.where.node):
                     self._gradient(record)
-                case Transfer() if record.kind != "telemetry":  # of the topology, not of who watches it
+                case Transfer() if record.kind != "telemetry":  # of the topology, not of the monitoring
                     server = "server" in (record.sender, record.receiver)
                     self._bytes["server" if server else "edge", record.where.round or 0] += record.bytes
                 case Event() if record.name == "groups":
@@ -308,7 +310,7 @@ class CohortSums:
         self._rows[key] = rows if key not in self._rows else self._rows[key] + rows
 
     def series(self) -> dict[str, Any]:
-        """By name, as the figures want them."""
+        """Return the series by name, as the figures need them."""
         c = self._condition
         last, rounds = steps_of(c) - 1, range(c.rounds)
         found: dict[str, Any] = {}
@@ -372,7 +374,7 @@ def _evaluated(rounds: Sequence[lab.Round]) -> dict[str, list[float]]:
 def _losses(
     rounds: Sequence[Mapping[str, Any]], group_of: Mapping[str, str], batches: int = 1
 ) -> dict[str, list[float]]:
-    """Each edge's mean loss of the mini-batches of each iteration; without edges, the cohort's."""
+    """Return each edge's mean loss of the mini-batches of each iteration; without edges, the cohort's."""
     found: dict[str, list[float]] = {}
     for edge in sorted(set(group_of.values())) or [ALL]:
         found[edge] = []
@@ -383,7 +385,7 @@ def _losses(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what is not finite is null, numbers with six digits."""
+    """Return the value for JSON: null if not finite, numbers with six digits."""
     match value:
         case Mapping():
             return {key: _plain(entry) for key, entry in value.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The study's watcher where clients train as one batch: the cohort's sums as arrays, one copy home per round.
+"""The study's watcher for clients that train as one batch: the cohort's sums as arrays, copied once per round.
 
 `reproduce.measure.CohortSums` makes the same series from a monitor's records. Those cost more than a GPU's training: an
 object per client, step and layer. Here the same functions of `probes` measure, and nothing waits for the device before
-the round ends. Whatever is kept is a sum and a count, so that a round in several stacks adds up.
+the round ends. Everything kept is a sum and a count, so that a round in several stacks adds up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedvitals.protocols import NullObserver
 from fedvitals.stack import Stack
 from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES, Array
 
-TEST_BATCH = 4096  # samples of an edge's local tests that go through its model at a time
+TEST_BATCH = 4096  # samples of an edge's local tests per forward pass
 COLUMNS = [COUNT, SUM, SUM_MAGNITUDES]
 CHANGES = ("difference", "difference_absolute")
 ALL = "all"
@@ -42,61 +42,62 @@ class Wanted:
     """What is measured, and when."""
 
     rounds: int
-    last: int  # the step of a round whose gradients stand for it
+    last: int  # the step of a round whose gradients represent it
     iterations: int = 0  # measured one by one: all of a round, or none
     batches: int = 1  # mini-batches in an iteration
     test_loss: bool = False  # each edge's loss on its clients' local tests, after every iteration
-    images: int = 32  # of each client, at the end of a round
-    images_each: int = 0  # the same at every iteration; 0: not then
-    by_group: bool = False  # what is of every iteration, for each edge; else for the cohort
-    full_gradient: int = 0  # every so many rounds, the gradient over the whole set; 0: never
+    images: int = 32  # per client, at the end of a round
+    images_each: int = 0  # the same at every iteration; 0: never
+    by_group: bool = False  # per-iteration values for each edge; else for the cohort
+    full_gradient: int = 0  # every this many rounds, the gradient over the whole set; 0: never
     full_gradient_each: tuple[int, ...] = ()  # the same after every iteration, in these of each five rounds
-    nonlinearity: int = 0  # the same of NLC
+    nonlinearity: int = 0  # the same for NLC
     nonlinearity_images: int = 64
     whole_scale: bool = False  # gradient scale of the whole set, estimated, at the end of each round
-    exact_rounds: tuple[int, ...] = ()  # and exactly, in these
+    exact_rounds: tuple[int, ...] = ()  # exactly, in these
 
 
 @dataclass(slots=True)
 class _Open:
-    """A stack that trains. What is of its steps is worked up when they are over: few large operations, not many."""
+    """A stack that trains. Results of its steps are processed when they are over: few large operations, not many."""
 
     stack: Stack
     model: StackModel
-    view: View  # names a moment, for the random streams
+    view: View  # identifies a moment, for the random streams
     x: Tensor | None
     x_each: Tensor | None
     last: Tensor | None
-    heard: Tensor  # [clients], False for those of whom nothing gets home
-    steps: Tensor | None  # [clients], each one's own number, where they differ
+    heard: Tensor  # [clients], False for those whose results do not arrive
+    steps: Tensor | None  # [clients], each one's own number, if they differ
     members: dict[str, Tensor]  # [clients] of 0 and 1, by group
     weights: Tensor  # which layers are weights
     columns: Tensor
     taken: int = 0
-    rows: list[Tensor] = field(default_factory=list)  # nine sums of each step, where the host does not keep them
+    rows: list[Tensor] = field(default_factory=list)  # nine sums of each step, if the host does not keep them
     changes: list[Tensor] = field(default_factory=list)  # [2, clients] of each iteration
     scales: list[Tensor] = field(default_factory=list)  # [2, clients, samples] of each iteration
     tests: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by group, samples and labels
     test_losses: dict[str, list[Tensor]] = field(default_factory=dict)  # by group: at the start, then of each iteration
-    full: list[Tensor] = field(default_factory=list)  # [clients, layers, 9] of each iteration, where asked for
+    full: list[Tensor] = field(default_factory=list)  # [clients, layers, 9] of each iteration, if requested
 
 
 class Watch(NullObserver):
-    """An observer for `lab.rounds`; `series()` when it is over."""
+    """An observer for `lab.rounds`; call `series()` at the end."""
 
     def __init__(self, wanted: Wanted, local_tests: Mapping[str, tuple[Tensor, Tensor]] | None = None) -> None:
-        """local_tests: by client, samples and labels of its local test, where `wanted` asks for losses on them."""
+        """local_tests: by client, samples and labels of its local test, if `wanted` asks for losses on them."""
         self._wanted, self._round = wanted, 0
         self._tests = local_tests or {}
         self._open: _Open | None = None
-        self._graph = ScaleGraph()  # of the shape that is measured at every iteration
-        self._here: dict[str, Tensor] = {}  # of this round, on the device: sums
-        self._home: dict[tuple[str, int], Array] = {}  # by what was measured, and the round
+        self._graph = ScaleGraph()  # for the shape measured at every iteration
+        self._here: dict[str, Tensor] = {}  # this round's sums, on the device
+        self._home: dict[tuple[str, int], Array] = {}  # by measurement and round
         self._bytes: dict[tuple[str, int], int] = defaultdict(int)
         self._groups: dict[int, int] = {}
         self.group_of: dict[str, str] = {}
 
-    # -- told by the federation ---------------------------------------------------------------------------------------
+    # -- called by the federation
+    # -----------------------------------------------------------------------------------------
 
     def round_begin(self, number: int, *_: Any, **__: Any) -> None:
         self._round = number
@@ -111,7 +112,7 @@ class Watch(NullObserver):
                 self.group_of |= dict.fromkeys(nodes, group)
 
     def round_end(self, *_: Any, **__: Any) -> None:
-        """Everything of the round in one piece."""
+        """Finish the round with a single copy."""
         if self._here:
             flat = torch.cat([part.double().reshape(-1) for part in self._here.values()]).cpu().numpy()
             cuts = np.cumsum([part.numel() for part in self._here.values()])[:-1]
@@ -119,7 +120,8 @@ class Watch(NullObserver):
                 self._home[name, self._round] = own.reshape(part.shape)
             self._here = {}
 
-    # -- told by the engine -------------------------------------------------------------------------------------------
+    # -- called by the engine
+    # ---------------------------------------------------------------------------------------------
 
     def stack_begin(self, stack: Stack) -> None:
         w, model = self._wanted, StackModel(stack)
@@ -151,7 +153,7 @@ class Watch(NullObserver):
         open_, w = self._open, self._wanted
         if open_ is None:
             return
-        begins = step % w.batches == 0  # an iteration: what the one before has done can be seen now
+        begins = step % w.batches == 0  # an iteration: the effect of the previous one is visible now
         if w.iterations and begins and step == open_.taken:
             if step:
                 self._change(open_)
@@ -194,7 +196,7 @@ class Watch(NullObserver):
         return torch.as_tensor(stack.samples(count)[0]).to(device) if count else None
 
     def _seeds(self, open_: _Open, step: int) -> list[int]:
-        """As of the probe in a monitor: of the same round, client and step."""
+        """Return the seeds as in a monitor's probe: for the same round, client and step."""
         found, own = [], open_.stack.steps or [step + 1] * len(open_.stack.nodes)
         for node, steps in zip(open_.stack.nodes, own, strict=True):
             open_.view.node, open_.view.step = node, min(step, steps - 1)
@@ -202,13 +204,13 @@ class Watch(NullObserver):
         return found
 
     def _took(self, open_: _Open, steps: int) -> Tensor:
-        """[steps, clients]: who took which of the first steps, and is heard."""
+        """Return [steps, clients]: who took which of the first steps, and whose results arrive."""
         if open_.steps is None:
             return open_.heard.expand(steps, -1)
         return open_.heard & (open_.steps > torch.arange(steps, device=open_.heard.device)[:, None])
 
     def _put(self, name: str, values: Tensor, who: Tensor) -> None:
-        """The sum and number of the clients' finite values, [..., 2] of [..., clients]."""
+        """Add the sum and number of the clients' finite values, [..., 2] of [..., clients]."""
         counted = values.isfinite() & who
         self._add(name, torch.stack([values.where(counted, 0.0).sum(-1), counted.sum(-1).double()], -1))
 
@@ -216,30 +218,30 @@ class Watch(NullObserver):
         self._here[name] = self._here[name] + values if name in self._here else values
 
     def _change(self, open_: _Open) -> None:
-        """What the last step changed: weights after minus before, signed and absolute."""
-        assert open_.last is not None  # noqa: S101 - asked by the caller
+        """Record what the last step changed: weights after minus before, signed and absolute."""
+        assert open_.last is not None  # noqa: S101 - checked by the caller
         now = open_.model.matrix.detach()
         change = (now - open_.last).double()
         open_.last.copy_(now)
         open_.changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
 
     def _whole_gradient(self, open_: _Open) -> Tensor:
-        """Nine sums of each client's gradient over its whole set, [clients, layers, 9]."""
+        """Return nine sums of each client's gradient over its whole set, [clients, layers, 9]."""
         loss = open_.stack.loss
-        assert loss is not None  # noqa: S101 - asked by the caller
+        assert loss is not None  # noqa: S101 - checked by the caller
         x, y = (torch.as_tensor(part).to(open_.heard.device) for part in open_.stack.samples(_fewest(open_.stack)))
         return torch.cat([torch.as_tensor(part) for part in stacked_full_gradient(open_.model, x, y, loss)])
 
     def _full_gradient_now(self, open_: _Open) -> None:
-        """The same after an iteration, in the rounds in which every iteration has it."""
+        """Record the same after an iteration, in the rounds in which every iteration has it."""
         if open_.stack.loss is not None and self._round % 5 in self._wanted.full_gradient_each:
             open_.full.append(self._whole_gradient(open_))
 
     @torch.no_grad()
     def _test(self, open_: _Open) -> None:
-        """The loss of each group's mean model on its clients' local tests: sum and number of the samples.
+        """Record the loss of each group's mean model on its clients' local tests: sum and number of the samples.
 
-        It is as much work as the training: on a GPU in TF32, which moves a loss by less than a thousandth.
+        It is as much work as the training: on a GPU in TF32, which changes a loss by less than a thousandth.
         """
         for group, (x, y) in open_.tests.items():
             members = open_.members[group].nonzero().flatten()
@@ -252,7 +254,7 @@ class Watch(NullObserver):
             open_.test_losses.setdefault(group, []).append(torch.stack([loss, loss.new_tensor(float(len(y)))]))
 
     def _iterations(self, open_: _Open) -> None:
-        """Changes and test losses of each group, gradient scale and whole-set gradients, of every iteration."""
+        """Add changes and test losses of each group, gradient scale and whole-set gradients, of every iteration."""
         steps = min(self._wanted.iterations, len(open_.changes))
         who = self._took(open_, steps * self._wanted.batches)[:: self._wanted.batches]
         for group, losses in open_.test_losses.items():
@@ -277,7 +279,7 @@ class Watch(NullObserver):
             self._add("gradient", self._layers(open_, rows[w.last, None], who[w.last, None])[0])
 
     def _layers(self, open_: _Open, rows: Tensor, who: Tensor) -> Tensor:
-        """[steps, weight layers, 3] of the nine sums [steps, clients, layers, 9], added over the clients."""
+        """Return [steps, weight layers, 3] of the nine sums [steps, clients, layers, 9], summed over the clients."""
         chosen = rows.index_select(2, open_.weights).index_select(3, open_.columns).double()
         return chosen.where(who[:, :, None, None], 0.0).sum(1)
 
@@ -290,7 +292,7 @@ class Watch(NullObserver):
             self._put(name, found[name] / found["scale.images"], open_.heard)
 
     def _whole(self, open_: _Open, seeds: Sequence[int]) -> None:
-        """Of all the images that every client has: the paper's form, estimated, and exactly now and then."""
+        """Measure over all images that every client has: the paper's form, estimated, and sometimes exactly."""
         x = self._images(open_.stack, _fewest(open_.stack), open_.heard.device)
         if x is None:
             return
@@ -304,7 +306,7 @@ class Watch(NullObserver):
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def series(self) -> dict[str, Any]:
-        """By name, as `CohortSums.series`."""
+        """Return the series by name, as `CohortSums.series`."""
         w, rounds = self._wanted, range(self._wanted.rounds)
         found: dict[str, Any] = {}
         names = [
@@ -331,7 +333,7 @@ class Watch(NullObserver):
         w, rounds = self._wanted, range(self._wanted.rounds)
 
         def each(name: str) -> list[Array | None]:
-            """Of all iterations of all rounds; None where a round has fewer, or none."""
+            """Return values of all iterations of all rounds; None where a round has fewer, or none."""
             own = [self._home.get((name, r), ()) for r in rounds]
             return [part[step] if step < len(part) else None for part in own for step in range(w.iterations)]
 
@@ -343,7 +345,7 @@ class Watch(NullObserver):
             found |= _layered(each("iteration.gradient.full"), "iteration.gradient.full")
         if w.test_loss:
             edges = sorted({name.partition("/")[2] for name, _ in self._home if name.startswith("test_loss/")})
-            # The first of a round is that of the model which it starts from.
+            # The first of a round is that of its initial model.
             losses = {edge: [self._home[f"test_loss/{edge}", r] for r in rounds] for edge in edges}
             found["start.test_loss"] = {edge: [_mean(own[0]) for own in losses[edge]] for edge in edges}
             found["iteration.test_loss"] = {
@@ -374,5 +376,5 @@ def _layered(rows: Sequence[Array | None], prefix: str) -> dict[str, Any]:
 
 
 def _fewest(stack: Stack) -> int:
-    """How many samples every client has: all of them, where they were dealt out equally."""
+    """Return how many samples every client has: all of them, if they were distributed equally."""
     return min((len(own) for own in stack.labels or ()), default=0)

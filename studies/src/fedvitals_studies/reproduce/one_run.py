@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three scenarios told apart by the gradient scale alone, from one run, by round 3, in four kinds of network.
+"""The three scenarios distinguished by the gradient scale alone, from one run, by round 3, in four kinds of network.
 
-`python -m fedvitals_studies.reproduce.one_run FOLDER [--runs 50] [--minutes 8] [--networks cnn,mlp]` goes on where it
-was stopped; the page of the reproduction shows what is there.
+`python -m fedvitals_studies.reproduce.one_run FOLDER [--runs 50] [--minutes 8] [--networks cnn,mlp]` continues where it
+was stopped; the page of the reproduction shows its results.
 
-The criterion, fixed before the first run that is judged and chosen on seeds from 9001 on: of the clients' median of
-`scale.gsc` in rounds 0 to 3, the highest above 10 (or most samples not finite) is «exploding», else the lowest below
-5e-4 is «vanishing», else «baseline». Nothing else of the run is looked at.
+The criterion, fixed before the first judged run and chosen on seeds from 9001 on: of the clients' median of `scale.gsc`
+in rounds 0 to 3, the highest above 10 (or most samples not finite) is «exploding», else the lowest below 5e-4 is
+«vanishing», else «baseline». Nothing else of the run is used.
 
-CNN, MLP and ResNet begin as the paper's scenarios do. A transformer's layer norms undo the size of weights before
-them, so that the paper's first weights neither explode nor vanish there: it is judged with a wrong gain of all weights
-instead, 10 times too large or 100 times too small. The other kind of each network is measured beside it (`--beside`),
-and is no part of the bar.
+CNN, MLP and ResNet begin as the paper's scenarios do. A transformer's layer norms undo the size of weights before them,
+so that the paper's first weights neither explode nor vanish there: it is judged with a wrong gain of all weights
+instead, 10 times too large or 100 times too small. The other kind of each network is measured for comparison
+(`--beside`), and is not part of the bar.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fedvitals_studies.reproduce.conditions import SCENARIOS
 from fedvitals_studies.reproduce.paper_weights import PaperWeights
 
 FILE = "one_run.json"
-BAR_RUNS, BAR_SHARE = 50, 0.99  # of each network; of all runs
+BAR_RUNS, BAR_SHARE = 50, 0.99  # per network; of all runs
 ROUNDS = 4
 SCALE = next(planned for planned in preset("standard").probes if planned.name == "scale")
 ABOVE, BELOW = 10.0, 5e-4
 PAPER, GAIN = "the paper's", "wrong gain"
 JUDGED = {"cnn": PAPER, "mlp": PAPER, "resnet": PAPER, "transformer": GAIN}
-ON_SIGNS_TOO = ("cnn", "mlp")  # odd seeds train on GTSRB; the dear networks on digits alone
+ON_SIGNS_TOO = ("cnn", "mlp")  # odd seeds train on GTSRB; the expensive networks only on digits
 
 
 def scenario_of(levels: Sequence[float]) -> str:
-    """Return the scenario by the clients' median GSC of each round; ∞ stands for samples that are not finite."""
+    """Return the scenario by the clients' median GSC of each round; ∞ represents samples that are not finite."""
     if not levels:
         return "not measured"
     if max(levels) > ABOVE:
@@ -65,7 +65,7 @@ def levels_of(history: History) -> list[float]:
 
 
 def experiment(network: str, kind: str, scenario: str, seed: int) -> lab.Experiment:
-    """Return the run: few clients and iterations, since the first weights show at once."""
+    """Return the run: few clients and iterations, since the first weights show immediately."""
     healthy = scenario == "baseline"
     networks = {"mlp": lab.mlp(hidden=(128,)), "resnet": lab.resnet18(norm="group"), "transformer": lab.transformer()}
     faults: tuple[Any, ...] = ()
@@ -91,7 +91,7 @@ def experiment(network: str, kind: str, scenario: str, seed: int) -> lab.Experim
 
 
 def run(network: str, kind: str, scenario: str, seed: int) -> dict[str, Any]:
-    """Train one run, and return what its gradient scale says: measured as often as `standard` does, and alone."""
+    """Train one run. Returns the result of its gradient scale: measured as often as in `standard`, and alone."""
     store = MemoryStore()
     alone = Preset("scale", (SCALE,), fit_percent=0, brief=True)
     with Monitor(None, host="lab", sinks=[store], detectors=(), probes=alone) as monitor:
@@ -107,19 +107,19 @@ def run(network: str, kind: str, scenario: str, seed: int) -> dict[str, Any]:
 def todo(
     done: Sequence[Mapping[str, Any]], networks: Sequence[str], runs: int, beside: bool
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the runs that are not there yet: seed by seed, scenarios in turns, the networks beside each other."""
+    """Yield the missing runs: seed by seed, scenarios in turns, the networks next to each other."""
     there = {(row["network"], row["kind"], row["scenario"], row["seed"]) for row in done}
     for seed in range(runs):
         for network in networks:
             kind = JUDGED[network] if not beside else PAPER if JUDGED[network] == GAIN else GAIN
-            # Healthy, exploding, vanishing in turns; of both data sets, since seeds of either parity get each of them.
+            # Healthy, exploding, vanishing in turns; on both data sets, since seeds of either parity get each of them.
             wanted = (network, kind, SCENARIOS[seed % len(SCENARIOS)], seed)
             if wanted not in there:
                 yield wanted
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return how many runs of each network were told apart."""
+    """Return how many runs of each network were classified correctly."""
     if not rows:
         return None
     lines, right, judged, false = [], 0, 0, 0

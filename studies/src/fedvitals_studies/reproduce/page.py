@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the reproduction: every claim beside our figure, with a verdict computed from `claims.toml`.
+"""The page of the reproduction: every claim with our figure, and a verdict computed from `claims.toml`.
 
-Nothing but the whole GTSRB with 100 clients and the paper's rounds is called a reproduction.
+Only the whole GTSRB with 100 clients and the paper's rounds is called a reproduction.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HISTORY = (
     "last mini-batch (5.1 to 5.14)."
 )
 SMALL_STUDIES = (gsc_readings, one_run, clusters, scale_alarms)
-SEEDS = 5  # that a verdict is to rest on
+SEEDS = 5  # that a verdict is to be based on
 MARKS = {"reproduced": "●", "partly": "◐", "not": "○", "not testable": "∅", "not run": "–"}
 SIGNS = {"at least": "≥", "at most": "≤"}
 STUDIED = tuple(condition.name for condition in CONDITIONS if condition.study in {"initial", "extended"})
@@ -43,14 +43,14 @@ STUDIED = tuple(condition.name for condition in CONDITIONS if condition.study in
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the results come to."""
+    """The overall result."""
 
     verdicts: tuple[Verdict, ...]
     objections: tuple[str, ...]  # empty: a reproduction
     done: int  # of the paper's conditions
     files: tuple[Path, ...]
     reading: Reading = OURS  # of what the paper leaves open
-    ours: tuple[Verdict, ...] = ()  # under our own reading, where that is another
+    ours: tuple[Verdict, ...] = ()  # under our own reading, if that is another
 
     @property
     def standing(self) -> str:
@@ -58,14 +58,14 @@ class Outcome:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many claims got which word."""
+        """Return the number of claims for each verdict."""
         found = Counter(verdict.word for verdict in self.verdicts)
         order = dict.fromkeys((*WORDS.values(), *REHEARSED.values()))
         return {word: found[word] for word in order if found[word]}
 
 
 def standing(done: int, against: Sequence[str]) -> str:
-    """What the results may be called."""
+    """Return what the results may be called."""
     if not done:
         return "Nothing has been run yet"
     if against:
@@ -74,7 +74,7 @@ def standing(done: int, against: Sequence[str]) -> str:
 
 
 def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
-    """Writes README.md, index.html, verdicts.json and the figures; gives what the results come to."""
+    """Write README.md, index.html, verdicts.json and the figures. Returns the overall result."""
     everything, (results, reading) = results, main_results(results)
     ours = with_our_cells(everything)
     found = verdicts(results, claims)
@@ -84,7 +84,7 @@ def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
     pictures |= {figure.name: draw(figure, ours) for figure in beyond.BEYOND_FIGURES}
     for name, drawn in pictures.items():
         if drawn is None:
-            for ending in ("svg", "json"):  # of an earlier page: it would show what is no longer there
+            for ending in ("svg", "json"):  # from an earlier page: it would show what no longer exists
                 (folder / "figures" / f"{name}.{ending}").unlink(missing_ok=True)
         else:
             write(drawn, folder / "figures")
@@ -119,7 +119,7 @@ def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
 
 
 def as_facts(outcome: Outcome) -> dict[str, Any]:
-    """The verdicts with their numbers, for programs."""
+    """Return the verdicts with their numbers, for programs."""
     return {
         "standing": outcome.standing,
         "under": outcome.reading.words,
@@ -209,7 +209,7 @@ def _in_detail(
 
 
 def _seeds(outcome: Outcome) -> str:
-    """On how many seeds the verdicts rest; each repeat has a seed of its own."""
+    """Return the number of seeds behind the verdicts; each repeat has its own seed."""
     judged = [verdict for verdict in outcome.verdicts if verdict.verdict not in {"not run", "not testable"}]
     enough = sum(verdict.repeats >= SEEDS for verdict in judged)
     fewest = _span([verdict.repeats for verdict in judged]) if judged else "0"
@@ -252,7 +252,7 @@ def _where(run: Mapping[str, Any]) -> str:
 
 
 def _images(runs: Sequence[Mapping[str, Any]]) -> str:
-    """On how many images of each client it was measured, and when."""
+    """Return on how many images of each client it was measured, and when."""
     told = [run["images"] for run in runs if run.get("images")]
     said = [
         f"{_span([images[when] for images in told if when in images])} images of each client {words}"
@@ -299,7 +299,7 @@ def _summary(outcome: Outcome) -> Table:
 
 
 def _notes(verdict: Verdict) -> list[str]:
-    """Why it cannot be tested, and what the same checks say on the series beside its own."""
+    """Return why it cannot be tested, and the result of the same checks on the other series."""
     notes = [f"Not testable: {verdict.untested}"] if verdict.verdict == "not testable" else []
     if verdict.beside is not None and verdict.beside.verdict != "not run" and verdict.claim.beside is not None:
         numbers = "; ".join(map(_numbers, verdict.beside.measured))

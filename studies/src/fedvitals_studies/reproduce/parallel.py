@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A phase of the factorial in several processes on one GPU, each with its own cells, so that none is run twice.
+"""Runs a phase of the factorial in several processes on one GPU, each with its own cells, so that none is run twice.
 
 A run without pooling keeps a GPU busy for 22 s alone, and for 70 to 100 s when eight share it: eight at once are twice
-as quick. What is left is dealt out anew in each piece by its expected seconds, so that all end at about the same time.
+as fast. The remaining work is redistributed in each piece by its expected seconds, so that all end at about the same
+time.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ SECONDS = {(True, False): 13.0, (True, True): 50.0, (False, False): 70.0, (False
 
 
 def seconds_of(condition: Condition) -> float:
-    """Return the seconds that a run is expected to take when eight share the GPU."""
+    """Return the expected seconds of a run when eight share the GPU."""
     usual = SECONDS[condition.pool != "none", condition.every_iteration]
     return usual * condition.batches * condition.rounds / ROUNDS
 
 
 def shares(todo: Sequence[Job]) -> dict[str, tuple[str, ...]]:
-    """Return the cells of each process, by a name for its folder: the longest first, each to who has least to do."""
+    """Return the cells of each process, by a name for its folder: the longest first, each to the least loaded."""
     left: dict[str, float] = {}
     for job in todo:
         left[job.condition.name] = left.get(job.condition.name, 0.0) + seconds_of(job.condition)
@@ -44,9 +45,9 @@ def shares(todo: Sequence[Job]) -> dict[str, tuple[str, ...]]:
 
 
 def run_shares(script: str, arguments: Sequence[str], out: Path, todo: Sequence[Job]) -> int:
-    """Run `script` once for each share of what is left with these arguments; return the highest exit code.
+    """Run `script` once for each share of the remaining work with these arguments. Returns the highest exit code.
 
-    Each process has a folder of its own under `out`.
+    Each process has its own folder under `out`.
     """
     dealt = shares(todo)
     with shared() as by_service:

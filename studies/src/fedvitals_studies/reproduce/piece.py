@@ -31,11 +31,11 @@ from fedvitals_studies.reproduce.results import Result
 from fedvitals_studies.reproduce.study import default_measure, measure_all, plan
 
 BETWEEN_WRITES = 20.0  # seconds: what a machine that is taken back could lose
-TOO_MUCH = 60 << 30  # bytes that torch keeps of earlier runs' graphs, before they are given back
+TOO_MUCH = 60 << 30  # bytes that torch keeps of earlier runs' graphs, before they are freed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 0, also where some are left for the next piece; 1: something failed."""
+    """Run a piece. Exit code 0, even if some runs are left for the next piece; 1: something failed."""
     parser = argparse.ArgumentParser(prog="run.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--study", choices=("gsc", "factorial"), default="gsc")
     parser.add_argument("--minutes", type=float, default=8.0, help="no run is begun that would not fit into them")
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _of_a_share(options: argparse.Namespace, work: Path, repeats: int) -> list[str]:
-    """The arguments of each of several processes, but for its cells and its folder."""
+    """Return the arguments of each of several processes, without its cells and its folder."""
     words = ["--study", "factorial", "--merged", "--work", str(work)]
     words += ["--minutes", str(options.minutes), "--device", str(options.device), "--repeats", str(repeats)]
     words += ["--quick", "--dataset", str(options.dataset)] if options.quick else []
@@ -110,7 +110,7 @@ def _of_a_share(options: argparse.Namespace, work: Path, repeats: int) -> list[s
 def _phases(
     options: argparse.Namespace, work: Path, everything: Sequence[Condition], small: Callable[[Condition], Condition]
 ) -> Iterable[tuple[Sequence[Condition], int]]:
-    """What is run, and how often: what was named, or all of the study."""
+    """Return what is run, and how often: what was named, or the whole study."""
     if options.study == "factorial" and not options.only:
         return phases(work, small, options.repeats)
     repeats = REPEATS if options.study == "factorial" else 3
@@ -122,7 +122,7 @@ def _phases(
 
 
 class Piece:
-    """The results of this piece, on disk again and again, since the machine may be taken away."""
+    """The results of this piece, written repeatedly, since the machine may be taken away."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class Piece:
 
 
 def _tidy() -> None:
-    """What the last run has left on the device is given back before there is too much of it."""
+    """Free what the last run has left on the device before there is too much of it."""
     import torch  # noqa: PLC0415 - a page is drawn without it
 
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > TOO_MUCH:

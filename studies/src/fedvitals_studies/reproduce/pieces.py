@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rest of the factorial, piece after piece on another machine: pack, run, merge, until nothing is left."""
+"""Runs the rest of the factorial, piece by piece on another machine: pack, run, merge, until nothing is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARGUMENTS = "--study factorial --together"
 
 
 def runs_left(folder: Path, small: Callable[[Condition], Condition], repeats: int | None = None) -> int:
-    """Return how many runs of the phases that are known so far are not in a folder."""
+    """Return how many runs of the phases known so far are missing from a folder."""
     return sum(len(plan(folder, some, each).todo) for some, each in phases(folder, small, repeats))
 
 
@@ -32,10 +32,10 @@ def run_pieces(
     arguments: str,
     tell: Callable[[str], None],
 ) -> None:
-    """Run a shell command for one piece after the other and merge what each brings home, until nothing is left.
+    """Run a shell command for one piece after the other and merge the results of each, until nothing is left.
 
-    The command finds the pack in $PACK, the arguments of its run.py in $PIECE, and puts results into $OUT. A piece that
-    brings nothing ends it with ConfigError: what is merged stays, and the same call goes on.
+    The command finds the pack in $PACK, the arguments of its run.py in $PIECE, and puts results into $OUT. A piece
+    without results ends it with ConfigError: what is merged stays, and the same call continues.
     """
     names = {condition.name for condition in SETTLING}
     while (count := left()) > 0:

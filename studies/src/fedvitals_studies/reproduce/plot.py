@@ -21,7 +21,7 @@ from fedvitals.plot.svg import tidied
 
 Floats = NDArray[np.float64]
 
-POINTS = 240  # drawn of a line at most: the lowest and the highest of each bucket
+POINTS = 240  # the most points drawn of a line: the lowest and the highest of each bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Panel:
     y: str
     x: str = "round"
     scale: str = "linear"  # or "share", from 0 to 100 %; "log", with 0 as its own level
-    runs: bool = False  # each repeat as a thin line, too
+    runs: bool = False  # whether each repeat is also a thin line
 
     @property
     def chosen_scale(self) -> str:
-        """A linear one that spans more than three orders of magnitude is read better as a log one."""
+        """Return the scale: a linear one that spans more than three orders of magnitude is easier to read as log."""
         if self.scale != "auto":
             return self.scale
         values = np.concatenate([line.runs.ravel() for line in self.lines]) if self.lines else np.zeros(1)
@@ -63,7 +63,7 @@ class _Band:
 
 
 def svg_of(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
-    """One picture of all panels, on white."""
+    """Return one plot of all panels, on white."""
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to load
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -77,7 +77,7 @@ def svg_of(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
     }  # fmt: skip
     rows = -(-len(panels) // columns)
     with mpl.rc_context(style):  # type: ignore[arg-type]  # its stubs know the names only as literals
-        width = 3.8 * max(2, columns)  # a panel alone is wide: text keeps its size on the page
+        width = 3.8 * max(2, columns)  # a single panel is wide: text keeps its size on the page
         figure = Figure(figsize=(width, 2.35 * rows), facecolor="none")
         grid = figure.subplots(rows, columns, squeeze=False)
         figure.subplots_adjust(
@@ -95,7 +95,7 @@ def svg_of(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
 
 
 def data_of(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """The numbers that the picture shows."""
+    """Return the numbers in the plot."""
     found = []
     for panel in panels:
         lines = []
@@ -113,7 +113,7 @@ def data_of(panels: Sequence[Panel]) -> list[dict[str, Any]]:
 
 
 def _course(runs: Floats) -> _Band:
-    """Mean and range over the repeats; of a long line, each bucket's lowest and highest point, and its whole range."""
+    """Return mean and range over the repeats; of a long line, each bucket's lowest and highest point, and range."""
     gone = np.all(np.isnan(runs), axis=0)
     filled = np.where(gone, 0.0, runs)
     mean, low, high = (np.where(gone, np.nan, f(filled, axis=0)) for f in (np.nanmean, np.nanmin, np.nanmax))
@@ -151,7 +151,7 @@ def _draw(axes: Any, panel: Panel) -> None:
         width = 1.4 if line.runs.shape[1] <= POINTS else 0.8
         axes.plot(course.x, mean, color=line.colour, linestyle=dashes, linewidth=width)
         there = np.concatenate([[False], np.isfinite(mean), [False]])
-        alone = there[1:-1] & ~there[:-2] & ~there[2:]  # a line needs two points; one measured now and then is a dot
+        alone = there[1:-1] & ~there[:-2] & ~there[2:]  # a line needs two points; an isolated one is drawn as a dot
         axes.plot(course.x[alone], mean[alone], ".", color=line.colour, markersize=3)
         finite = np.flatnonzero(np.isfinite(mean))
         if finite.size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conditions gave: one JSON file per condition and repeat, checked when written, and read back as arrays."""
+"""Results of the conditions: one JSON file per condition and repeat, checked when written, and read back as arrays."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ PER_ITERATION = (
     "iteration.gradient.full.magnitude",
 )  # fmt: skip
 SERIES = (*PER_ROUND, *PER_ITERATION)
-DIGITS = 6  # significant ones kept in files: more than any figure shows, and small changes stay small in git
-DIGITS_EACH = 4  # the same of what there is of every iteration: twenty times as much
+DIGITS = 6  # significant digits kept in files: more than any figure shows, and small changes stay small in git
+DIGITS_EACH = 4  # the same for per-iteration series: twenty times as much
 
 KNOWN_GTSRB: tuple[str, ...] = ("889b0b56afdfcb548777a89b123a34b02e9a5bac79bcb7b58948c68667ca1702",)
 """Digests of the complete GTSRB (`lab.data.gtsrb.DIGEST`): whatever else is so called is not what the paper used."""
 
 
 def checked(result: Result, condition: Condition, repeat: int) -> Result:
-    """The result itself, if it is one of this condition: every fact there, every series as long as it must be."""
+    """Return the result if it belongs to this condition: every fact exists, every series has the right length."""
     whose = f"The result of '{condition.name}', repeat {repeat},"
     missing = [fact for fact in FACTS if fact not in result]
     if missing:
@@ -71,7 +71,7 @@ def checked(result: Result, condition: Condition, repeat: int) -> Result:
 
 
 def beginning(result: Result, condition: Condition) -> Result:
-    """The first rounds of a longer run, as the shorter run that they are."""
+    """Return the first rounds of a longer run, as the shorter run that they are."""
     rounds, iterations = condition.rounds, result["iterations"]
 
     def cut(name: str, values: Any) -> Any:
@@ -92,23 +92,23 @@ def beginning(result: Result, condition: Condition) -> Result:
 
 
 def save(folder: Path, result: Result, condition: Condition) -> Path:
-    """Whole or not at all, so that a run that was killed leaves nothing half-written."""
+    """Write atomically, so that a killed run leaves no incomplete file."""
     path = file_of(folder, condition.name, result["repeat"])
     path.parent.mkdir(parents=True, exist_ok=True)
     described = {**result, "series": shortened(result["series"]), "described": dataclasses.asdict(condition)}
     half = path.with_suffix(".half")
     half.write_text(as_json(described), encoding="utf-8")
-    os.replace(half, path)  # noqa: PTH105 - the atomic one, said as such
+    os.replace(half, path)  # noqa: PTH105 - the atomic one, explicitly
     return path
 
 
 def shortened(series: Mapping[str, Any]) -> dict[str, Any]:
-    """With as many digits as are kept of each."""
+    """Return the series with the stored number of digits."""
     return {name: _short(values, DIGITS_EACH if name in PER_ITERATION else DIGITS) for name, values in series.items()}
 
 
 def as_json(value: Any) -> str:
-    """JSON with six significant digits, null for what is not finite, and a list of numbers on one line."""
+    """Return JSON with six significant digits, null for what is not finite, and a list of numbers on one line."""
     return _written(_short(value), "") + "\n"
 
 
@@ -134,9 +134,9 @@ def _written(value: Any, indent: str) -> str:
 
 
 def spent(folder: Path, device: str) -> tuple[float, int]:
-    """Seconds of a device that all runs there took, and how many they are; a beginning of another cost nothing.
+    """Return the seconds of a device for all runs there, and their number; the beginning of another run costs nothing.
 
-    Where runs came in pieces, some of which shared the device, it is the time in which any of them was at work.
+    If runs came in pieces, some of which shared the device, it is the time in which any of them was active.
     """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "results").glob("*.json"))]
     own = [run["seconds"] for run in found if run["device"] == device and "beginning_of" not in run]
@@ -144,7 +144,7 @@ def spent(folder: Path, device: str) -> tuple[float, int]:
 
 
 def busy(pieces: Iterable[tuple[int, int]]) -> float:
-    """Seconds in which any piece was at work."""
+    """Return the seconds in which any piece was active."""
     total, until = 0.0, 0.0
     for began, ended in sorted(pieces):
         total += max(0.0, ended - max(began, until))
@@ -153,7 +153,7 @@ def busy(pieces: Iterable[tuple[int, int]]) -> float:
 
 
 def pieces_of(folder: Path) -> set[tuple[int, int]]:
-    """When each piece that was merged began, and when it ended, in seconds of the clock over there."""
+    """Return the beginning and end of each merged piece, in seconds of the other machine's clock."""
     path = folder / "pieces.json"
     return {(began, ended) for began, ended in json.loads(path.read_text("utf-8"))} if path.exists() else set()
 
@@ -168,7 +168,7 @@ def file_of(folder: Path, name: str, repeat: int) -> Path:
 
 
 def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
-    """What was measured before, or None. Of another size or with other settings, it is refused and left as it is."""
+    """Return earlier measurements, or None. Another size or other settings are refused and left as they are."""
     path = file_of(folder, condition.name, repeat)
     if not path.exists():
         return None
@@ -177,7 +177,7 @@ def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} cannot be read ({error}). Delete it to have the condition measured again.") from None
     before, now = result.get("described", {}), json.loads(json.dumps(dataclasses.asdict(condition)))
-    plain = json.loads(json.dumps(dataclasses.asdict(Condition("", ""))))  # an older file lacks what came later
+    plain = json.loads(json.dumps(dataclasses.asdict(Condition("", ""))))  # an older file lacks later additions
     before = {**plain, **before} if before else before
     enough = {name for name in MEASURED if before.get(name) and not now[name]}
     other = [
@@ -191,7 +191,7 @@ def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
 
 
 class Results:
-    """The results of one folder: which repeats there are, and their series."""
+    """The results of one folder: the existing repeats, and their series."""
 
     def __init__(self, measured: Iterable[Result] = (), pieces: Iterable[tuple[int, int]] = ()) -> None:
         self.pieces = sorted(pieces)  # in which the work was done on a lent machine
@@ -201,7 +201,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path, conditions: Iterable[Condition]) -> Results:
-        """All that lies there of these conditions, however many repeats each has."""
+        """Read all results of these conditions, however many repeats each has."""
         found = []
         for condition in conditions:
             for path in sorted((folder / "results").glob(f"{condition.name}.*.json")):
@@ -217,14 +217,14 @@ class Results:
         return tuple(self._found)
 
     def of(self, condition: str) -> list[Result]:
-        """Its repeats, in order."""
+        """Return its repeats, in order."""
         return [result for _, result in sorted(self._found.get(condition, {}).items())]
 
     def all(self) -> list[Result]:
         return [result for condition in self._found for result in self.of(condition)]
 
     def repeats(self, condition: str, name: str | None = None, key: str | None = None) -> tuple[int, ...]:
-        """Its repeats; with a name, those that have the series."""
+        """Return its repeats; with a name, those that have the series."""
         there = sorted(self._found.get(condition, {}).items())
         if name is None:
             return tuple(repeat for repeat, _ in there)
@@ -232,30 +232,32 @@ class Results:
         return tuple(repeat for repeat, values in series if values and (key is None or key in values))
 
     def has(self, condition: str, name: str, key: str | None = None) -> bool:
-        """Whether some repeat has the series, and some number in it."""
+        """Whether some repeat has the series, with at least one number in it."""
         if not self.repeats(condition, name, key):
             return False
         return bool(np.isfinite(self.stack(condition, name, key)).any())
 
     def array(self, condition: str, name: str, key: str | None = None, repeat: int = 0) -> Floats:
-        """One repeat's series: [points]; of one that has parts, without a key: [parts, points]."""
+        """Return one repeat's series: [points]; for one that has parts, without a key: [parts, points]."""
         values = self._found[condition][repeat]["series"][name]
         if isinstance(values, Mapping):
             values = values[key] if key is not None else [values[part] for part in values]
         return np.array(values, dtype=np.float64)  # null becomes NaN
 
     def stack(self, condition: str, name: str, key: str | None = None) -> Floats:
-        """All repeats that have the series: [repeats, points]."""
+        """Return all repeats that have the series: [repeats, points]."""
         return np.stack([self.array(condition, name, key, repeat) for repeat in self.repeats(condition, name, key)])
 
     def keys(self, condition: str, name: str) -> tuple[str, ...]:
-        """The parts of a series: layers or edges."""
+        """Return the parts of a series: layers or edges."""
         found = [run["series"].get(name) for run in self.of(condition)]
         return next((tuple(values) for values in found if isinstance(values, Mapping)), ())
 
 
 def objections(results: Iterable[Result]) -> list[str]:
-    """Why these are no reproduction of the paper; empty if they are: GTSRB whole, 100 clients, the paper's rounds."""
+    """Return why these are no reproduction of the paper; empty if they are: GTSRB whole, 100 clients, the paper's
+    rounds.
+    """
     found: dict[str, None] = {}
     for result in results:
         paper = BY_NAME.get(result["condition"])

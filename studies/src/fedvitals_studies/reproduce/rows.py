@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a small study, one JSON object a line, written again after each run so that it can be stopped and go on."""
+"""Runs of a small study as JSON rows, rewritten after each run so that it can be stopped and continued."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Wanted = TypeVar("Wanted", bound=tuple[Hashable, ...])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; none where there is no file."""
+    """Return the rows of a file; none if it does not exist."""
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
 
@@ -24,7 +24,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def go_on(
     path: Path, wanted: Iterable[Wanted], run: Callable[..., dict[str, Any]], minutes: float
 ) -> list[dict[str, Any]]:
-    """Run what is wanted, begin nothing after so many minutes, and return all rows of the file."""
+    """Run what is wanted, begin nothing after `minutes`, and return all rows of the file."""
     torch.set_num_threads(1)
     rows, end = read(path), time.monotonic() + 60 * minutes
     for each in wanted:
@@ -39,7 +39,7 @@ def go_on(
 
 
 def options(description: str, **numbers: int) -> argparse.ArgumentParser:
-    """Return the options of such a study: its folder, how long to go on, and how many of what."""
+    """Return the options of such a study: its folder, the time limit, and the given numbers."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)

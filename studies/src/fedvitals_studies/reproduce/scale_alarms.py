@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the detector on the gradient scale accuses a healthy run, and how often it sees an ill one.
+"""How often the detector on the gradient scale accuses a healthy run, and how often it detects a faulty one.
 
 `python -m fedvitals_studies.reproduce.scale_alarms FOLDER [--seeds 6] [--minutes 8]`: networks that train well, each
 several times with its own seed and with learning rates a factor of 10 apart, one store for each network, so that every
-run is also compared with the ones before it. Then the paper's exploding and vanishing first weights in the same
-stores. It goes on where it was stopped; the page of the reproduction shows it.
+run is also compared with the previous ones. Then the paper's exploding and vanishing first weights in the same stores.
+It continues where it was stopped; the page of the reproduction shows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL = "all"
 
 
 def run(folder: Path, network: str, kind: str, seed: int) -> dict[str, Any]:
-    """Train one run into its network's store, and return the rounds in which the detector spoke."""
+    """Train one run into its network's store. Returns the rounds in which the detector raised a finding."""
     data, model = NETWORKS[network]
     if kind != "healthy":
         paper = isinstance(model, lab.PaperCNN)
@@ -66,7 +66,7 @@ def run(folder: Path, network: str, kind: str, seed: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Return alarms in healthy rounds and the ill runs that were seen, by network and in all."""
+    """Return alarms in healthy rounds and the faulty runs that were detected, by network and in total."""
     if not rows:
         return None
     lines = []

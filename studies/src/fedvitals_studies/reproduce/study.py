@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives the reproduction: what is still to be run, how long that takes, one file per condition, then the page.
 
-It may be stopped at any moment and goes on where it was; two of them may work on different conditions of one folder.
-With a number of minutes it stops by itself, before a run that would not fit into them: for machines that are lent.
+It may be stopped at any moment and continues where it was; two processes may work on different conditions of one
+folder. With a number of minutes it stops by itself, before a run that would not fit: for machines that are lent.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SECONDS_PER_STEP = {
 """Of one client's mini-batch, on two cores or one GPU: a guess, used until something has been measured here."""
 
 ALIKE = ("every_iteration", "whole_set", "pool", "channels", "drop_out")  # what a mini-batch's time depends on
-MARGIN = 1.3  # a run may take so many times as long as was thought
-FAILURES_IN_A_ROW = 3  # that is no accident of one condition
+MARGIN = 1.3  # a run may take this many times as long as estimated
+FAILURES_IN_A_ROW = 3  # more than an accident of one condition
 
 
 class Measure(Protocol):
     def __call__(self, condition: Condition, repeat: int, *, data: Path | None, progress: Progress) -> Result:
-        """Trains one condition once and gives what `reproduce_results.FACTS` names."""
+        """Train one condition once. Returns what `reproduce_results.FACTS` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class Job:
 class Plan:
     todo: tuple[Job, ...]
     done: tuple[Job, ...]
-    seconds: float  # that `todo` will take, as far as one can tell
+    seconds: float  # estimated duration of `todo`
     guessed: bool  # nothing has been measured here yet
 
 
 def default_measure(device: str | None = None, *, arrays: bool = False) -> Measure:
-    """Training in the lab; loaded only now, since a page can be drawn without it. `arrays`: watched as on a GPU."""
+    """Return training in the lab, imported late, since a page can be drawn without it. `arrays`: as on a GPU."""
     found: Any = importlib.import_module("fedvitals_studies.reproduce.measure").measure
     settings: dict[str, Any] = {"device": device} if device else {}
     settings |= {"arrays": True} if arrays else {}
@@ -66,7 +66,7 @@ def default_measure(device: str | None = None, *, arrays: bool = False) -> Measu
 
 
 def has_gtsrb(data: Path | None) -> bool:
-    """Whether GTSRB lies where the lab would look for it."""
+    """Whether GTSRB is where the lab would look for it."""
     from fedvitals.lab.data.gtsrb import GTSRB  # noqa: PLC0415 - loads torch
     from fedvitals.lab.data.sources import search_folders  # noqa: PLC0415
 
@@ -78,7 +78,7 @@ def has_gtsrb(data: Path | None) -> bool:
 
 
 def plan(folder: Path, conditions: Sequence[Condition], repeats: int, device: str = "cpu") -> Plan:
-    """What is there and what is not: the first repeat of everything before the second of anything."""
+    """Return what exists and what does not: the first repeat of everything before the second of anything."""
     todo, done, found = _looked_up(folder, conditions, repeats)
     return Plan(tuple(todo), tuple(done), _rest(todo, conditions, found, device), guessed=not found)
 
@@ -104,7 +104,7 @@ def _rest(todo: Sequence[Job], conditions: Sequence[Condition], finished: Sequen
 
 
 def _longer(condition: Condition) -> Condition | None:
-    """The condition that this one is the beginning of, if it has the paper's rounds."""
+    """Return the condition of which this one is the beginning, if it has the paper's rounds."""
     name = BEGINNING_OF.get(condition.name)
     if name is None or condition.rounds != BY_NAME[condition.name].rounds:
         return None
@@ -112,7 +112,7 @@ def _longer(condition: Condition) -> Condition | None:
 
 
 def _seconds(job: Job, finished: Sequence[Result], device: str = "cpu") -> float:
-    """From what a mini-batch took before: of the same sort if there is one, else of the same network, else a guess."""
+    """Estimate from earlier mini-batches: of the same kind if there is one, else of the same network, else a guess."""
     wanted = job.condition
     known = [
         run
@@ -154,10 +154,10 @@ def measure_all(
     device: str = "cpu",
     done: Callable[[Result, Condition], None] = lambda *_: None,
 ) -> list[str]:
-    """Runs what is missing and writes each result at once; gives what failed, in words.
+    """Run what is missing and write each result at once. Returns what failed, in words.
 
-    One condition that fails does not stop the others; what cannot be meant (no data, wrong settings) stops all. With
-    `minutes`, none is begun that would not fit into them, by the speed of those before; `done` hears of each result.
+    A condition that fails does not stop the others; an invalid call (no data, wrong settings) stops all. With
+    `minutes`, none is begun that would not fit, judged by the previous ones; `done` receives each result.
     """
     end = None if minutes is None else time.perf_counter() + 60 * minutes
     failed: list[str] = []
@@ -170,7 +170,7 @@ def measure_all(
             break
         todo.remove(job)
         place += 1
-        if file_of(folder, job.condition.name, job.repeat).exists():  # another process was quicker
+        if file_of(folder, job.condition.name, job.repeat).exists():  # another process was faster
             continue
         tell(f"{place} of {total}: {job}")
         try:
@@ -198,7 +198,7 @@ def measure_all(
 
 
 def _next(folder: Path, todo: Sequence[Job], finished: Sequence[Result], device: str, end: float | None) -> Job | None:
-    """The first that still fits: one that is the beginning of a run that is there takes no time."""
+    """Return the first job that still fits: one that is the beginning of an existing run takes no time."""
     if end is None:
         return todo[0]
     left = end - time.perf_counter()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the paper's sentences hold, which depend on what the paper does not say, and which do not hold.
+"""Which of the paper's sentences hold, which depend on what the paper does not specify, and which do not hold.
 
-Computed: a sentence depends on a reading of its words where these get different verdicts; on a choice where the same
-criterion, held against runs with another choice, gives another verdict than against ours cut to as many rounds; and on
-a reading of the whole setting where that sentence of the initial study fares better or worse under another one.
+Computed: a sentence depends on a reading of its words if these get different verdicts; on a choice if the same
+criterion, applied to runs with another choice, gives another verdict than on ours cut to as many rounds; and on a
+reading of the whole setting if that sentence of the initial study fares better or worse under another one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = {
     "not testable": "cannot be tested",
     "not run": "not run",
 }
-TOPICS = {  # by the number before the point of a claim's id
+TOPICS = {  # by the number before the dot of a claim's id
     "1": "Training without clipping, Figures 6 to 8",
     "2": "Training with clipping, Figures 9 to 11",
     "3": "Accuracy in the three scenarios, Figures 12 to 17",
@@ -46,7 +46,7 @@ TOPICS = {  # by the number before the point of a claim's id
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another choice that gives another verdict."""
+    """Another choice that leads to another verdict."""
 
     choice: Choice
     ours: str  # cut to as many rounds as the other has
@@ -60,11 +60,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """What the paper says in one place, in each of its readings."""
+    """A statement of the paper, with all its readings."""
 
     readings: tuple[Verdict, ...]
     changes: tuple[tuple[Change, ...], ...]  # of each reading
-    tried: int  # other choices that it could be held against
+    tried: int  # other choices on which it could be tested
     elsewhere: tuple[tuple[str, str], ...] = ()  # other readings of the setting, and the verdict under each
 
     @property
@@ -78,7 +78,7 @@ class Sentence:
 
     @property
     def _here(self) -> str:
-        """The best verdict of its readings."""
+        """Return the best verdict of its readings."""
         return max((each.verdict for each in self.readings), key=_points)
 
     @property
@@ -87,7 +87,7 @@ class Sentence:
 
     @property
     def _words_elsewhere(self) -> str:
-        """The verdicts under other readings of the setting: those that fare otherwise by name, the rest as a number."""
+        """Return the verdicts under other readings of the setting: differing ones by name, the rest as a number."""
         if not self.elsewhere or self._here == "not run":
             return ""
         other = [(name, word) for name, word in self.elsewhere if _points(word) != _points(self._here)]
@@ -129,7 +129,7 @@ def _of(verdict: Verdict) -> str:
 def sentences(
     verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice], standings: Iterable[Standing] = ()
 ) -> list[Sentence]:
-    """All of them, in the paper's order; `standings`: of the other readings of the whole setting."""
+    """Return all sentences, in the paper's order; `standings`: of the other readings of the whole setting."""
     under = [(each.reading.words, {v.claim.id: v.verdict for v in each.verdicts}) for each in standings]
     groups: dict[str, list[Verdict]] = {}
     by_id = {each.claim.id: each.claim for each in verdicts}
@@ -154,7 +154,7 @@ def sentences(
 
 
 def in_short(sentences: Sequence[Sentence]) -> list[Block]:
-    """Return the sentences by what became of them, one row for each part of the paper; and the clear ones in words."""
+    """Return the sentences by outcome, one row for each part of the paper; and the clear ones in words."""
     rows = []
     for number, topic in TOPICS.items():
         own = [each for each in sentences if each.readings[0].claim.id.partition(".")[0] == number]
@@ -180,7 +180,7 @@ def in_short(sentences: Sequence[Sentence]) -> list[Block]:
 
 
 def blocks(sentences: Sequence[Sentence]) -> list[Block]:
-    """Return all sentences, by what became of them."""
+    """Return all sentences, by outcome."""
     made: list[Block] = []
     for kind, title in KINDS.items():
         own = [sentence.words for sentence in sentences if sentence.kind == kind]
@@ -198,7 +198,7 @@ def blocks(sentences: Sequence[Sentence]) -> list[Block]:
 
 
 def whole_set_table(results: Results) -> Table:
-    """How far a few images lie from the paper's form, the client's whole set; and that, estimated, from the exact."""
+    """Return how far a few images are from the paper's form, the client's whole set, and its estimate from exact."""
     rows = []
     for topology in TOPOLOGIES:
         for scenario in SCENARIOS:
@@ -236,7 +236,7 @@ def _distances(ones: Sequence[float | None], others: Sequence[float | None]) -> 
 
 
 def _under(claim: Claim, results: Results, choice: Choice) -> Change | None:
-    """The claim with another choice, if that was run for all that the claim is about."""
+    """Return the claim with another choice, if that was run for everything that the claim is about."""
     instead = stand_ins(choice, results)
     wanted = claim.conditions
     if not all(name in instead and name in results for name in wanted) or all(instead[n] == n for n in wanted):
@@ -254,7 +254,7 @@ def _under(claim: Claim, results: Results, choice: Choice) -> Change | None:
 
 
 def stand_ins(choice: Choice, results: Results) -> dict[str, str]:
-    """By the paper's condition: the one that is the same but for this choice, where it was run."""
+    """Return, by the paper's condition, the run condition that only differs in this choice."""
     name = choice.condition or ""
     found = {}
     if name.startswith("beyond-"):  # one of a row over the topologies, all clipped

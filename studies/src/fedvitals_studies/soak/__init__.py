@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long training with the dashboard open: does either process take more and more of the machine?"""
+"""A long training with the dashboard open: does either process use more and more of the machine?"""

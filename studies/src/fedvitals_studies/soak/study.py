@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains for a while with the dashboard open, and measures what both processes take of the machine.
+"""Trains for a while with the dashboard open, and measures what both processes use of the machine.
 
-Judged are the last two thirds. The first third is for what fills by intention: detectors and the store's writer look
-back on 1,000 rounds, which the pace reaches within a quarter of half an hour.
+The last two thirds are judged. The first third is for what fills by design: detectors and the store's writer look back
+on 1,000 rounds, which this pace reaches within a quarter of half an hour.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from fedvitals_studies.soak.visitor import Visitor
 RUN = "soak"
 PER_SECOND = 2.5  # rounds
 EVERY = 5.0  # seconds between two samples, at most
-FEWEST_SAMPLES = 18  # so that a sixth of the last two thirds has some
+FEWEST_SAMPLES = 18  # so that a sixth of the last two thirds has several
 GROWTH_BAR = 2.0  # percent
 PATIENCE = 120.0  # seconds until a trainer has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process takes of the machine at one moment."""
+    """A process's use of the machine at one moment."""
 
     process: str
     seconds: float
     resident: int  # bytes
-    anonymous: int  # of these, what no file stands behind
-    descriptors: int  # but sockets
+    anonymous: int  # of which not backed by a file
+    descriptors: int  # without sockets
     threads: int
-    sockets: int  # of a server mostly its clients', who open and close them as they like
+    sockets: int  # on a server mostly those of its clients, which open and close them at will
 
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What was measured while a trainer and a dashboard ran."""
+    """Measurements while a trainer and a dashboard ran."""
 
     minutes: float
     samples: tuple[Sample, ...]
@@ -58,7 +58,7 @@ class Soak:
     lost: int
     stored: int  # rounds found in the store afterwards
     store_bytes: int
-    log_bytes: int  # of the file's log, at the end of the training
+    log_bytes: int  # size of the file's log, at the end of the training
     browser: bool
     requests: int
     events: int
@@ -66,7 +66,7 @@ class Soak:
 
 
 def soak(minutes: float, tell: Callable[[str], None] = lambda _: None) -> Soak:
-    """Train for so many minutes while the dashboard is polled, and open in Chromium where there is one."""
+    """Train for `minutes` while the dashboard is polled, and open in Chromium if available."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as stack:
         store = Path(folder) / "soak.db"
         trainer = stack.enter_context(_training(store))
@@ -90,7 +90,7 @@ def soak(minutes: float, tell: Callable[[str], None] = lambda _: None) -> Soak:
 
 @contextlib.contextmanager
 def _training(store: Path) -> Iterator[subprocess.Popen[str]]:
-    """A trainer in a process of its own, whose first round is written."""
+    """Yield a trainer in a separate process, whose first round is written."""
     command = [sys.executable, "-m", "fedvitals_studies.soak.trainer", str(store), RUN, str(PER_SECOND)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
     try:
@@ -106,7 +106,7 @@ def _training(store: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def _samples(processes: dict[str, int], seconds: float, tell: Callable[[str], None]) -> Iterator[Sample]:
-    """Measure the processes again and again for so many seconds."""
+    """Measure the processes repeatedly for `seconds`."""
     known = {name: psutil.Process(pid) for name, pid in processes.items()}
     every = min(EVERY, seconds / FEWEST_SAMPLES)
     began, said = time.monotonic(), 0.0
@@ -129,10 +129,10 @@ def _sample(name: str, process: psutil.Process, seconds: float) -> Sample:
 
 
 def _descriptors(pid: int) -> tuple[int, int]:
-    """How many descriptors a process has open that are no sockets, and how many that are."""
+    """Return how many open descriptors of a process are not sockets, and how many are."""
     sockets = others = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed just now
+        with contextlib.suppress(FileNotFoundError):  # just closed
             is_socket = str(link.readlink()).startswith("socket:")
             sockets, others = sockets + is_socket, others + (not is_socket)
     return others, sockets
@@ -172,7 +172,7 @@ def growth(samples: Sequence[Sample], what: str = "resident") -> tuple[float, fl
 
 
 def rows(measured: Soak) -> list[dict[str, Any]]:
-    """Return what was measured against its bars: what, bar, measured, verdict."""
+    """Return the measurements and their bars: what, bar, measured, verdict."""
     table = []
     for process in ("trainer", "server"):
         own = judged(measured.samples, process)
@@ -212,7 +212,7 @@ def _count_row(process: str, own: Sequence[Sample], what: str) -> dict[str, Any]
 
 
 def _sockets_row(process: str, own: Sequence[Sample]) -> dict[str, Any]:
-    """A browser opens some more for a while, and closes them: what a leak lifts is the fewest."""
+    """Return the row on sockets: a browser opens more for a while, and closes them; a leak raises the minimum."""
     counts = [sample.sockets for sample in own]
     third = max(1, len(counts) // 3)
     first, last = min(counts[:third]), min(counts[-third:])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m fedvitals_studies.soak.trainer STORE RUN PER_SECOND`: train at that pace until SIGTERM.
 
-Ten clients learn what a fixed linear layer says of random points; the labels of one of them are random, so that the
+Ten clients learn a fixed linear layer's outputs on random points; the labels of one of them are random, so that the
 dashboard has findings to show. Prints a line when the first round is written, and at the end the rounds trained and the
 records lost, as JSON.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at a run that trains as open pages do: asks for every page's data again and again, and listens for changes."""
+"""Views a run that trains as open pages do: requests every page's data repeatedly, and listens for changes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IN_TURN = (
 
 
 class Visitor:
-    """Polls the run's pages once a second and holds the live stream open, in threads of its own, while its block runs.
+    """Polls the run's pages once a second and keeps the live stream open, in separate threads, inside its block.
 
-    `requests` and `events` count answers and changes heard of; `failures` says what went wrong, including each time
-    that the stream ended.
+    `requests` and `events` count answers and received changes; `failures` lists what went wrong, including each end of
+    the stream.
     """
 
     def __init__(self, url: str, run: str, *, every: float = 1.0) -> None:

@@ -29,7 +29,7 @@ PARTS = (
     "ui",
 )
 FOLDERS = ("flower", "gpu", "lab", "profile", "replay", "ui")  # several modules each; `bars` measures them all
-LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these say how far they are
+LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these report their progress
 BARS = {
     "overhead": ("steps", "rounds", "data", "gsc", "llm", "others"),
     "lab": ("cnn", "mlp", "start", "memory", "study"),
@@ -98,14 +98,14 @@ def command(part: str | None, quick: bool, as_json: bool, **more: Any) -> None:
 
 
 def _here() -> list[str]:
-    """All parts; that of the GPU where there is one."""
+    """Return all parts; the GPU's if there is one."""
     import torch
 
     return [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
 
 
 def _options_by_part(part: str | None, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options for each part that has some."""
+    """Return the options for each part that has some."""
     given: dict[str, dict[str, Any]] = {}
     for name, value in more.items():
         owners = [*BARS] if name == "only" else ["flower" if name == "stores" else "lab"]

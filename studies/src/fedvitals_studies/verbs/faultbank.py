@@ -114,7 +114,7 @@ def command(
 
 
 def _check_portable(bank: Bank) -> None:
-    """Refuse to train a bank elsewhere whose federations are a study's own code."""
+    """Refuse to train a bank elsewhere if its federations are a study's own code."""
     if bank.federations:
         raise click.UsageError(f"The bank {bank.name} is run here: leave --pack and --merge out.")
 
@@ -131,7 +131,7 @@ def _tell(taken: Taken, as_json: bool) -> None:
 
 
 def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> int:
-    """Print what was packed and how to go on; return the exit status."""
+    """Print what was packed and how to continue. Returns the exit status."""
     from fedvitals_studies.packs.pack import size
 
     sizes = {str(part): size(part) for part in (packed.code, *packed.parts)}
@@ -147,7 +147,7 @@ def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> int:
 
 
 def _list(facts: dict[str, Any], as_json: bool) -> int:
-    """Print what is in a bank; return the exit status."""
+    """Print the content of a bank. Returns the exit status."""
     if as_json:
         print_json("faultbank", facts)
         return 0
@@ -158,7 +158,7 @@ def _list(facts: dict[str, Any], as_json: bool) -> int:
 
 
 class _bars:  # noqa: N801 - used as a function is
-    """One bar per stage on a terminal, and a line now and then elsewhere; both on stderr."""
+    """One bar per stage on a terminal, and an occasional line elsewhere; both on stderr."""
 
     def __init__(self) -> None:
         self._open: Any = None

@@ -124,7 +124,7 @@ def _finish(outcome: Outcome, failed: list[str], study: str, *, as_json: bool) -
 
 
 def _study(rehearsed_on: str | None) -> tuple[Sequence[Condition], Callable[[Condition], Condition]]:
-    """Return the conditions of `gsc`, and how one of the factorial's is made as large as it is run."""
+    """Return the conditions of `gsc`, and how one of the factorial's is scaled to the size at which it is run."""
     from fedvitals_studies.reproduce.conditions import CONDITIONS, quick, quick_factorial
 
     if rehearsed_on is None:
@@ -148,13 +148,13 @@ def _measure_costs(folder: Path, data: Path | None) -> None:
 
 
 def _dataset(folder: Path, data: Path | None, nothing_to_run: bool) -> str:
-    """GTSRB where it is there, else digits; of a folder that has results already, theirs."""
+    """Return GTSRB if it is available, else digits; for a folder with results, their data set."""
     import json
 
     before = sorted((folder / "results").glob("*.json"))
     if before:
         return str(json.loads(before[0].read_text(encoding="utf-8"))["dataset"])
-    if nothing_to_run:  # a pack is of GTSRB
+    if nothing_to_run:  # a pack uses GTSRB
         return "gtsrb"
     from fedvitals_studies.reproduce.study import has_gtsrb
 
@@ -196,7 +196,7 @@ def _pieces(
             return runs_left(folder, small, repeats)
         return len(plan(folder, chosen([*map(small, SETTLING)], only), repeats or REPEATS).todo)
 
-    # By name: a pattern would need quotes, which a shell that expands $PIECE passes on as they are.
+    # By name: a pattern would need quotes, which a shell that expands $PIECE passes on unchanged.
     names = [condition.name for condition in chosen([*map(small, SETTLING)], only)] if only else []
     words = [ARGUMENTS, f"--minutes {minutes or 8:g}", *(f"--only {name}" for name in names)]
     words += [f"--repeats {repeats}"] * (repeats is not None)
@@ -275,7 +275,7 @@ def _tell(text: str) -> None:
 
 
 class _bars:  # noqa: N801 - used as a function is
-    """One bar per run on a terminal; nothing elsewhere, where the lines around it are enough."""
+    """One bar per run on a terminal; nothing elsewhere, where the surrounding lines are enough."""
 
     def __enter__(self) -> Callable[[Job], Progress]:
         self._open: Any = None

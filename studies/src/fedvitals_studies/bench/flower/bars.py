@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedvitals on Flower against its bars: what it costs, what it joins, whether it names what was planted."""
+"""fedvitals on Flower against its bars: what it costs, how many lines it needs, whether it names what was planted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 PARTS = ("lines", "cnn", "large", "faults")
 BAR_OVERHEAD, BAR_BYTES = 3.0, 1.0  # per cent
-LARGE = 1_000_000  # parameters from which the bar of bytes holds
+LARGE = 1_000_000  # parameters from which the bar on bytes applies
 QUICK = (Plant("nan"), Plant("none"))
 
 
@@ -43,7 +43,7 @@ def bench_flower(
 
 
 def plants() -> list[Plant]:
-    """Every fault and none, with each seed."""
+    """Return every fault, and none, with each seed."""
     return [Plant(fault, seed) for fault in ISSUES for seed in range(SEEDS)]
 
 
@@ -59,7 +59,7 @@ def _met(met: bool) -> str:
 
 
 def _lines(folder: Path) -> Row:
-    """The patient as it is against the patient with fedvitals."""
+    """Compare the app as it is with the same app using fedvitals."""
     plain, watched = (write_app(folder / f"lines-{kind or 'plain'}", kind) for kind in ("", "two-lines"))
     added = []
     for file in sorted((plain / "patient").glob("*.py")):
@@ -85,7 +85,7 @@ def _cost(model: str, folder: Path, quick: bool, tell: Tell) -> list[Row]:
     ):
         percent, low, high = found[key], found[low_key], found[high_key]
         text = f"{percent:.2f} % ({low:.2f} to {high:.2f}) of {found[unit]:.2f} s, {found['pairs']} pairs"
-        # An interval on both sides of the bar settles nothing, whatever its middle.
+        # An interval on both sides of the bar decides nothing, whatever its middle.
         verdict = "met" if high <= BAR_OVERHEAD else "missed" if low > BAR_OVERHEAD else "open"
         title = f"{what} with over without, simulation, {model} ({parameters:,} parameters)"
         rows.append(_row(title, f"≤ {BAR_OVERHEAD:g} %", text, verdict, found, value=percent, low=low, high=high))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fedvitals adds to Flower's rounds in simulation: seconds and bytes.
 
-One run of `flower_patient.alternating` for each model: stretches of rounds without and with fedvitals in turn, in the
-same processes. The first round of a stretch is left out; a stretch with fedvitals is compared with the mean of its two
+One run of `flower_patient.alternating` for each model: sections of rounds without and with fedvitals in turn, in the
+same processes. The first round of a section is excluded; a section with fedvitals is compared with the mean of its two
 neighbours without. The app's own diary measures both, at the end of each round. Clients of the large model train for
-four steps only: rounds are short enough for many pairs, and training hides less of what fedvitals costs.
+four steps only: rounds are short enough for many pairs, and training hides less of fedvitals' cost.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 NODES = 8
-SECONDS = 1800.0  # of a run, at most: on a busy machine rounds take several times as long
+SECONDS = 1800.0  # the most for a run: on a busy machine rounds take several times as long
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "cnn": {"local-epochs": 20, "num-server-rounds": 3},
     "large": {"local-steps": 4, "num-server-rounds": 2, "learning-rate": 0.01},
 }
-BLOCKS = 51  # stretches; the first and the last are without fedvitals
+BLOCKS = 51  # sections; the first and the last are without fedvitals
 
 
 def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
-    """Seconds of a round with fedvitals over those without, with the interval of their median, and bytes."""
+    """Return the ratio of seconds per round with and without fedvitals, with the interval of its median, and bytes."""
     blocks = 5 if quick else BLOCKS
     tell(f"{model}: {blocks} stretches of rounds, without and with fedvitals in turn")
     results = folder / model
@@ -49,7 +49,7 @@ def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
 
 
 def ratio_of(lines: Sequence[Mapping[str, Any]]) -> Row:
-    """Of the diary's lines: each watched stretch over its neighbours, by the clock and in seconds of processors."""
+    """Return each watched section over its neighbours, from the diary: by the clock and in processor seconds."""
     bare, watched = _means(lines, "seconds")
     value, low, high = percent_over_neighbours(bare, watched)
     processors = percent_over_neighbours(*_means(lines, "cpu"))
@@ -68,7 +68,7 @@ def ratio_of(lines: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _means(lines: Sequence[Mapping[str, Any]], what: str) -> tuple[list[float], list[float]]:
-    """The mean of each stretch's rounds but the first, of those without and of those with fedvitals."""
+    """Return the mean of each section's rounds without the first, for those without and those with fedvitals."""
     steady: dict[int, list[float]] = {}
     for line in lines:
         if line["round"] > 1:
@@ -78,7 +78,7 @@ def _means(lines: Sequence[Mapping[str, Any]], what: str) -> tuple[list[float], 
 
 
 def percent_over_neighbours(bare: Sequence[float], watched: Sequence[float]) -> tuple[float, float, float]:
-    """By how many per cent the watched ones are longer: the median over the pairs, and its 95 % interval."""
+    """Return by how many per cent the watched ones are longer: the median over the pairs, and its 95 % interval."""
     pairs = zip(watched, bare, bare[1:], strict=False)
     ratios = np.array([2 * own / (before + after) if before + after else 1.0 for own, before, after in pairs])
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
@@ -87,7 +87,7 @@ def percent_over_neighbours(bare: Sequence[float], watched: Sequence[float]) -> 
 
 
 def bytes_of(letters: Path) -> Row:
-    """The largest letter over the update that it rode with, and their bytes."""
+    """Return the ratio of the largest message to the update that it came with, and their bytes."""
     lines = [json.loads(line) for line in letters.read_text(encoding="utf-8").splitlines()]
     return {
         "letter_bytes": max(line["letter"] for line in lines),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab and the monitor on one GPU against their bars: the paper's round, its statistics, many clients, the kernel.
 
-Images are random bytes: what a step costs does not depend on them, and no data set has to be there. Everything that is
+Images are random bytes: the cost of a step does not depend on them, and no data set is needed. Everything that is
 compared takes turns in one process. Times are of the host's clock, from a round's first call to its new model, unless
-they are said to be the device's.
+stated to be the device's.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CLIENTS, ITERATIONS, BATCH, SAMPLES = 100, 20, 16, 313
 BAR_ROUND = {"tf32": 40.0, "float32": 70.0}  # milliseconds
 BAR_LOOP = {"tf32": 100.0, "float32": 60.0}  # times the per-client loop
 BAR_STATISTICS = 3.0  # per cent
-BAR_MONITORED, BLOCK_ROUNDS = 1.25, 5  # times an unwatched block of so many rounds
+BAR_MONITORED, BLOCK_ROUNDS = 1.25, 5  # times an unwatched block of this many rounds
 
 
 def bench_gpu(*, quick: bool = False, tell: Tell = lambda _: None, only: Collection[str] = ()) -> list[Row]:
-    """A row for each bar. `only`: some of PARTS."""
+    """Return a row for each bar. `only`: some of PARTS."""
     require_cuda("`fedvitals bench gpu` needs a CUDA device")
     repeats = 5 if quick else 25
     parts = [part for part in PARTS if not only or part in only]
@@ -79,7 +79,7 @@ def verdict(met: bool) -> str:
 
 
 class Taking(NullObserver):
-    """Wants the nine sums of every layer, client and step, and takes them home at the end of the round."""
+    """Requests the nine sums of every layer, client and step, and fetches them at the end of the round."""
 
     def stack_begin(self, stack: Stack) -> None:
         self._stack = stack
@@ -102,7 +102,7 @@ class Federated:
         self._number = 0
 
     def round(self, observer: Observer) -> float:
-        """Its seconds: local training of everybody and the new model, waited for."""
+        """Run a round and return its seconds: local training of all clients until the new model is complete."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         tasks = [Task(self._number, (node,), self.model) for node in self.site.experiment.nodes]
@@ -166,7 +166,7 @@ def _rounds(repeats: int, tell: Tell) -> list[Row]:
 
 
 class Loop:
-    """What everybody writes first: one client after the other on the same GPU, with an optimiser each; unwatched."""
+    """The obvious implementation: one client after the other on the same GPU, with an optimiser each; unwatched."""
 
     def __init__(self, site: Site, *, tf32: bool) -> None:
         self._site, self._tf32 = site, tf32
@@ -176,7 +176,7 @@ class Loop:
         self._start = [p.detach().clone() for p in self._module.parameters()]
 
     def rate(self, clients: int) -> float:
-        """Client-steps in a second."""
+        """Return client-steps per second."""
         before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = self._tf32
         torch.cuda.synchronize()
@@ -201,11 +201,11 @@ class Loop:
             optimizer.step()
 
 
-# -- what watching adds -----------------------------------------------------------------------------------------------
+# -- what monitoring adds --------------------------------------------------------------------------------------------
 
 
 def _watched(repeats: int, tell: Tell) -> list[Row]:
-    """Whole rounds with and without statistics, in turns: what is taken home, and the host's part, count too."""
+    """Measure whole rounds with and without statistics, in turns, including the transfer and the host's part."""
     found = []
     for precision in BAR_ROUND:
         stack, observers = Federated(precision=precision), (Taking(), NullObserver())
@@ -251,9 +251,9 @@ def _many(repeats: int, tell: Tell) -> list[Row]:
 
 
 def _monitored(repeats: int, tell: Tell) -> list[Row]:
-    """What a user waits for: blocks of rounds of `lab.run`, unwatched and under a monitor with a store, in turns.
+    """Measure what a user waits for: blocks of rounds of `lab.run`, unwatched and with a monitor and a store, in turns.
 
-    A block's time ends when everything of it is written.
+    A block's time ends when everything in it is written.
     """
     from fedvitals.monitor.monitor import Monitor  # noqa: PLC0415 - only this part needs it
 
@@ -283,5 +283,5 @@ def _monitored(repeats: int, tell: Tell) -> list[Row]:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lowest, the median, the highest."""
+    """Return the minimum, the median and the maximum."""
     return min(values), statistics.median(values), max(values)

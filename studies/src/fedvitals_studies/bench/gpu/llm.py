@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watching adds to a federation of language models in a plain PyTorch loop on one GPU.
+"""What monitoring adds to a federation of language models in a plain PyTorch loop on one GPU.
 
 A GPT of 110 M parameters (bfloat16 autocast), the same with adapters, and a GPT of 1 B parameters whose weights are
-bfloat16; fused AdamW, random tokens. Beside us, what people take instead: `wandb.watch` and hooks like Cockpit's.
+bfloat16; fused AdamW, random tokens. For comparison, common alternatives: `wandb.watch` and hooks like Cockpit's.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Tell = Callable[[str], None]
 
 PAIRS = 25
 BARS = {"light": 2.0, "standard": 4.0}  # per cent
-BAR_MEMORY = 1.1  # times the bytes of what trains
+BAR_MEMORY = 1.1  # times the bytes of what is trained
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, what a round of it trains, and who watches it."""
+    """A model, what a round of it trains, and what monitors it."""
 
     name: str
     make: Callable[[], GPT]
     size: Size
     presets: Sequence[str]
     autocast: bool = True
-    rounds: int = 3  # of a block; of the others, which are slow, one
+    rounds: int = 3  # per block; for the slow alternatives, one
     others: bool = False  # whether `wandb.watch` and hooks like Cockpit's are measured, too
 
 
@@ -51,7 +51,7 @@ CASES = (
 
 
 def llm_rows(quick: bool, tell: Tell, cases: Sequence[Case] = CASES, device: str = "cuda") -> list[Row]:
-    """Rows for each model: an unwatched round, what each preset and each of the others adds, memory on the device."""
+    """Return rows for each model: an unwatched round, what each preset and alternative adds, memory on the device."""
     torch.manual_seed(0)
     rows: list[Row] = []
     for case in cases:
@@ -77,13 +77,13 @@ def _case_rows(case: Case, pairs: int, device: str, tell: Tell) -> list[Row]:
     seconds = statistics.median(s.trained for s in spent["off"]) / case.rounds
     rows = [{"what": f"{what}, unwatched", "bar": "", "measured": f"{seconds:.2f} s a round", "verdict": ""}]
     rows += [row_of(f"{what}, {name}", spent[name], spent["off"], BARS[name]) for name in case.presets]
-    if device == "cuda" and len(watchers) == 1:  # of several, only the sum would be known
+    if device == "cuda" and len(watchers) == 1:  # with several, only the sum would be known
         rows.append(_memory_row(what, loop, watched_peak - unwatched_peak))
     return rows + (other_rows(what, loop, pairs, tell) if case.others else [])
 
 
 def _peak_bytes(loop: Loop, device: str, *, since_start: bool = False) -> int:
-    """The peak of the device's memory: of two unwatched rounds from here, or since this was last asked."""
+    """Return the peak of the device's memory: of two unwatched rounds from here, or since it was last read."""
     if device != "cuda":
         return 0
     if not since_start:
@@ -93,7 +93,7 @@ def _peak_bytes(loop: Loop, device: str, *, since_start: bool = False) -> int:
 
 
 def _memory_row(what: str, loop: Loop, extra: int) -> Row:
-    """What a monitor holds at the peak, beyond that of rounds before it was there."""
+    """Return a row on a monitor's memory at the peak, beyond that of rounds before it existed."""
     trained = sum(p.numel() * p.element_size() for p in loop.trained[0])
     return {
         "what": f"{what}, extra memory on the device at the peak", "bar": f"≤ {BAR_MEMORY:g} × what trains",
@@ -104,7 +104,7 @@ def _memory_row(what: str, loop: Loop, extra: int) -> Row:
 
 @contextlib.contextmanager
 def monitors(presets: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield a monitor for each preset, with a store in a file of its own."""
+    """Yield a monitor for each preset, with a separate store file."""
     from fedvitals.monitor.monitor import Monitor  # noqa: PLC0415 - only those who watch need it
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -112,7 +112,7 @@ def monitors(presets: Sequence[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def other_rows(what: str, loop: Loop, pairs: int, tell: Tell) -> list[Row]:
-    """A row for `wandb.watch` and one for hooks like Cockpit's; one that cannot be measured says why."""
+    """Return a row for `wandb.watch` and one for hooks like Cockpit's; one that cannot be measured says why."""
     rows, watchers = [], dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         watchers["hooks like Cockpit's"] = CockpitHooks()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How exact a stacked step is on a device: of each precision and plan, against the same step in float64 on the CPU."""
+"""The error of a stacked step on a device, for each precision and plan, relative to float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLIENTS, BATCH = 4, 16
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Of the worst client: the norm of the difference over the norm of what float64 gives."""
+    """The worst client's error: the norm of the difference over the norm of the float64 result."""
 
     plan: str
     outputs: float
@@ -30,7 +30,7 @@ class Error:
 
 
 def precision_rows(site: Site) -> list[dict[str, Any]]:
-    """A row for each precision. No bar: where a near tie of a pooling falls the other way, a gradient jumps."""
+    """Return a row for each precision. No bar: if a near tie in a pooling is resolved differently, a gradient jumps."""
     found = []
     for precision in PRECISIONS:
         own = [*errors(site, torch.device("cuda"), precision)]
@@ -42,7 +42,7 @@ def precision_rows(site: Site) -> list[dict[str, Any]]:
 
 
 def errors(site: Site, device: torch.device, precision: str) -> Iterator[Error]:
-    """Of every plan that can compute the model there; clients begin a little apart, so that none stands for another."""
+    """Yield errors of every plan that can compute the model there; clients begin slightly apart, so that all differ."""
     layout, stream = site.layout, torch.Generator().manual_seed(1)
     start = layout.flat(site.module)
     states = start * (1 + 0.1 * torch.randn(CLIENTS, len(start), generator=stream))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the paper's whole study took on a GPU: of the results that `fedvitals reproduce gsc --device cuda` left."""
+"""How long the paper's whole study took on a GPU, read from the results of `fedvitals reproduce gsc --device cuda`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLACES = (Path("docs/reproduction"), Path("reproduction"))
 
 
 def study_rows() -> list[dict[str, Any]]:
-    """Not measured here: it is read from where the study wrote it."""
+    """Return the row, read from the study's results rather than measured here."""
     from fedvitals_studies.reproduce.results import spent  # noqa: PLC0415 - only this part needs it
 
     for folder in PLACES:

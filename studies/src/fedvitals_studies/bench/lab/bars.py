@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab against its bars: quicker than its peers though watched, soon begun, small, through the study in hours.
+"""The lab against its bars: faster than its peers although monitored, quick to start, small, the study done in hours.
 
 Speeds are compared in one run: every side is started, warmed up by a first round, and then asked for rounds in turn. A
 ratio is taken within each pass, since the machine's speed drifts; its median is given with a 95 % bootstrap interval of
-that median. Everybody begins with the same weights and trains on the same mini-batches; a side whose loss or accuracy
-after the first round differs has done other work, and no verdict is given.
+that median. All begin with the same weights and train on the same mini-batches; a side whose loss or accuracy after the
+first round differs has done different work, and no verdict is given.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def bench_lab(
     only: Sequence[str] = PARTS,
     tell: Tell = lambda _text: None,
 ) -> list[Row]:
-    """Rows for the table, one per bar. `full`: the paper's 100 clients where 20 are enough to compare speeds.
+    """Return rows for the table, one per bar. `full`: the paper's 100 clients where 20 are enough to compare speeds.
 
     `peers`: install what is missing. `only`: some of the parts.
     """
@@ -71,7 +71,7 @@ def bench_lab(
     for part in [name for name in measured if name in only]:
         tell(part)
         rows += measured[part](quick, data, tell)
-    # Small sizes show that it runs, and nothing about the bars, which are for others.
+    # Small sizes only show that it runs; the bars apply to the full sizes.
     return [{**row, "verdict": f"{row['verdict']} (quick)"} for row in rows] if quick else rows
 
 
@@ -92,7 +92,7 @@ def _speeds(
 
 
 def _peers(bars: dict[str, float], pythons: dict[str, Path | str], work: Path) -> list[Arm]:
-    """Those with a bar; a single process both with one thread and with as many as torch takes by itself."""
+    """Return the peers with a bar; a single process both with one thread and with torch's default number."""
     here = Path(sys.executable) if (found := _scripts_missing(pythons)) is None else found
     arms = [
         peer("Flower", "flower_peer.py", pythons["flower"], work),
@@ -232,7 +232,7 @@ def _study(quick: bool, data: Data, tell: Tell) -> list[Row]:
 
 
 def verdict(value: float, low: float, high: float, *, least: float | None = None, most: float | None = None) -> str:
-    """«met» or «missed», by the middle value; «narrowly» where the interval reaches over the bar."""
+    """Return «met» or «missed», by the middle value; «narrowly» if the interval includes the bar."""
     bar = least if least is not None else most
     assert bar is not None  # noqa: S101 - one of the two is given
     met = value >= bar if least is not None else value <= bar
@@ -240,7 +240,7 @@ def verdict(value: float, low: float, high: float, *, least: float | None = None
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and where 95 % of the medians of draws from the values lie."""
+    """Return the median, and the range of 95 % of the medians of bootstrap samples."""
     draws = np.random.default_rng(0).choice(np.array(values), (2000, len(values)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon the lab begins, and how much memory it takes: fresh processes, looked at from outside."""
+"""How quickly the lab starts, and how much memory it takes: fresh processes, observed from outside."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BETWEEN_LOOKS = 0.05  # seconds
 
 
 def seconds_to_first_round(kind: str, clients: int, processes: int, data: Data = None, engine: str = "auto") -> Any:
-    """From the end of `import torch` until the first round is announced to the monitor, and what imports took of it."""
+    """Return the time from the end of `import torch` to the monitor's first round, and the imports' part of it."""
     found = []
     for _ in range(processes):
         command = [sys.executable, "-c", FIRST_ROUND, kind, str(clients), str(data or ""), engine]
@@ -56,9 +56,9 @@ def seconds_to_first_round(kind: str, clients: int, processes: int, data: Data =
 
 
 def peak_bytes(clients: int, data: Data = None, **options: Any) -> int:
-    """The most memory that the lab and its workers had at once in two short rounds of the paper's network.
+    """Return the peak memory of the lab and its workers in two short rounds of the paper's network.
 
-    Proportional: what several processes share counts once.
+    Proportional: memory shared by several processes counts once.
     """
     arm = ours(Subject("cnn", clients, iterations=2), data, **options)
     with Process(arm) as process, _Watch(process.pid) as watch:
@@ -72,7 +72,7 @@ def has_proportional_memory() -> bool:
 
 
 class _Watch:
-    """Looks at a process and all below it again and again, and keeps the most it saw."""
+    """Polls a process and its descendants, and keeps the peak."""
 
     def __init__(self, pid: int) -> None:
         self.peak = 0
@@ -93,11 +93,11 @@ class _Watch:
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Return the process and its descendants."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # The name stands in brackets and may hold anything; the parent is the second word after it.
+            # The name is in brackets and may contain anything; the parent is the second word after it.
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     found = [pid]
     for each in found:

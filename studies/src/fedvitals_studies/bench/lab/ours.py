@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of `fedvitals bench lab`, in a process of its own: it answers as the peers do (studies/peers/work.py)."""
+"""Our side of `fedvitals bench lab`, in a separate process: it answers as the peers do (studies/peers/work.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> Monitor | NullObserver:
-    """A monitor with its store in the folder, or one that watches nothing."""
+    """Return a monitor with its store in the folder, or an observer that does nothing."""
     if watch == "nothing":
         return NullObserver()
     if update_memory is None:
@@ -55,7 +55,7 @@ def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> M
 
 
 def serve(subject: Subject, observer: Monitor | NullObserver, options: argparse.Namespace) -> None:
-    """One round for each line that asks for it; what is still to be written of a round belongs to its time."""
+    """Run one round for each line that requests it; a round's time includes writing what remains of it."""
     rounds: Iterator[lab.Result] = lab.rounds(
         subject.experiment(options.data), observer, engine=options.engine, workers=options.workers, data=options.data
     )
@@ -66,10 +66,10 @@ def serve(subject: Subject, observer: Monitor | NullObserver, options: argparse.
         if command == "quit":
             break
         if command == "test":
-            assert result is not None  # noqa: S101 - nobody asks before the first round
+            assert result is not None  # noqa: S101 - never requested before the first round
             answer(accuracy=accuracy(result, options.data), engine=result.engine)
             continue
-        count = int(command.removeprefix("round") or 1)  # `round10`: ten of them, where one is too short to be timed
+        count = int(command.removeprefix("round") or 1)  # `round10`: ten of them, if one is too short to be timed
         began = time.perf_counter()
         for _ in range(count):
             result = next(rounds)
@@ -84,7 +84,7 @@ def serve(subject: Subject, observer: Monitor | NullObserver, options: argparse.
 
 @torch.no_grad()
 def accuracy(result: lab.Result, data: str | None) -> float:
-    """On the test set, of the global model as it is now."""
+    """Return the accuracy of the current global model on the test set."""
     dataset = lab.Site.of(result.experiment, data).dataset
     x, y = dataset.inputs(dataset.test_x), dataset.test_y
     hits = [result.model(a).argmax(1) == b for a, b in zip(x.split(256), y.split(256), strict=True)]

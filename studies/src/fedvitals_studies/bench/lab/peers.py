@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the lab and its peers side by side, each in its own process and environment, and compares them round by round.
 
-The scripts of the peers lie in `studies/peers` of the source tree. What they need is installed on request, each in
-an environment of its own, with the torch that runs here.
+The peers' scripts are in `studies/peers` of the source tree. Their requirements are installed on request, each in a
+separate environment, with the torch that runs here.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ SCRIPTS = Path(__file__).resolve().parents[4] / "peers"
 ENVIRONMENTS = {"flower": ("flwr[simulation]==1.41.0", "ray"), "pfl": ("pfl[pytorch]==0.6.0", "pfl")}
 """What is installed, and the module that must be there for it to count as installed."""
 
-START_SECONDS, ROUND_SECONDS = 180, 900  # after which a process is taken to hang
+START_SECONDS, ROUND_SECONDS = 180, 900  # after which a process is assumed to hang
 LOSS_TOLERANCE, ACCURACY_TOLERANCE = 1e-3, 0.01  # relative, and absolute: after one round from the same start
 
 
 class PeerError(FedvitalsError):
-    """A process of the benchmark failed; says which, and its last words."""
+    """A process of the benchmark failed; the message names it, and includes its last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One side of a comparison: a command that answers as `studies/peers/work.py` says; or why there is none."""
+    """One side of a comparison: a command that answers as `studies/peers/work.py` specifies; or why there is none."""
 
     name: str
     command: tuple[str, ...] = ()
     missing: str = ""
-    block: str = "round"  # what it is asked for in each pass
+    block: str = "round"  # the request of each pass
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What an arm gave."""
+    """The results of an arm."""
 
     arm: Arm
-    start_up: float = 0.0  # seconds until the first round was done: that one is not timed
+    start_up: float = 0.0  # seconds until the first round was done, which is not timed
     speeds: list[float] = field(default_factory=list)  # client-steps per second in each pass
     loss: float = float("nan")  # of the last mini-batch, mean over the clients, in the first round
     accuracy: float = float("nan")  # on the test set, after it
@@ -66,12 +66,12 @@ class Outcome:
 
 
 def default_folder() -> Path:
-    """Where environments are made if nobody names a folder."""
+    """Return the folder for environments if the user names none."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvitals-bench"
 
 
 def environment(name: str, folder: Path, *, install: bool, tell: Tell) -> Path | str:
-    """The environment's Python, or why there is none; made now if `install` says so."""
+    """Return the environment's Python, or why there is none; `install` creates it."""
     if not (SCRIPTS / "work.py").exists():
         return "needs the source tree: studies/peers was not found"
     package, module = ENVIRONMENTS[name]
@@ -84,7 +84,7 @@ def environment(name: str, folder: Path, *, install: bool, tell: Tell) -> Path |
     tell(f"installing {package} and torch {version} into {folder / name}: some minutes, and about 1 GB")
     steps = (
         [sys.executable, "-m", "venv", str(folder / name)],
-        [str(python), "-m", "pip", "install", "--quiet", f"torch=={version}"],  # first, or a newer one is taken
+        [str(python), "-m", "pip", "install", "--quiet", f"torch=={version}"],  # first, or a newer one is installed
         [str(python), "-m", "pip", "install", "--quiet", package],
     )
     for command in steps:
@@ -102,7 +102,7 @@ def _works(python: Path, module: str) -> bool:
 
 
 def ours(subject: Subject, data: Data, *, block: str = "round", **options: object) -> Arm:
-    """The lab, watched by a monitor unless `watch` says otherwise."""
+    """Return the lab's arm, monitored unless `watch` says otherwise."""
     module = "fedvitals_studies.bench.lab.ours"
     command = [sys.executable, "-m", module, subject.model]
     chosen = {"clients": subject.clients, "iterations": subject.iterations, "data": data, **options}
@@ -112,7 +112,7 @@ def ours(subject: Subject, data: Data, *, block: str = "round", **options: objec
 
 
 def peer(name: str, script: str, python: Path | str, work: Path, threads: int = 1) -> Arm:
-    """A script of `studies/peers`; `python` is its interpreter, or why there is none."""
+    """Return an arm with a script of `studies/peers`; `python` is its interpreter, or why there is none."""
     if isinstance(python, str):
         return Arm(name, missing=python)
     command = (str(python), str(SCRIPTS / script), str(work), "--threads", str(threads))
@@ -120,7 +120,7 @@ def peer(name: str, script: str, python: Path | str, work: Path, threads: int = 
 
 
 class Process:
-    """A running arm: asked in lines, answers in lines that begin with «@»."""
+    """A running arm: requests and answers are lines; answers begin with «@»."""
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
@@ -132,7 +132,7 @@ class Process:
             stderr=self._words,
             text=True,
             env={**os.environ, **arm.environment},
-            start_new_session=True,  # so that all that it starts can be ended with it
+            start_new_session=True,  # so that all processes that it starts can be ended with it
         )
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -176,9 +176,9 @@ class Process:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # the group of this process, which it alone founded
+                os.killpg(self._process.pid, signal.SIGKILL)  # its own process group
             self._process.wait()
-        self._listener.join(5)  # no longer: something that it started may still hold the pipe
+        self._listener.join(5)  # bounded: a process that it started may still hold the pipe
         self._words.close()
 
     def _listen(self) -> None:
@@ -206,7 +206,7 @@ def _last(text: str) -> str:
 
 
 def interleaved(arms: Sequence[Arm], passes: int, tell: Tell) -> dict[str, Outcome]:
-    """Every arm's rounds in turn, the order rotating; all of them stay started, and wait while another one works."""
+    """Run every arm's rounds in turn, rotating the order; all of them stay started, and wait while another works."""
     outcomes = {arm.name: Outcome(arm, failed=arm.missing) for arm in arms}
     with contextlib.ExitStack() as stack:
         running: dict[str, Process] = {}
@@ -232,13 +232,13 @@ def _begin(outcome: Outcome, stack: contextlib.ExitStack) -> Process:
     outcome.start_up = time.perf_counter() - began
     tested = process.ask("test")
     outcome.accuracy, outcome.engine = tested["accuracy"], tested.get("engine", "")
-    process.ask(outcome.arm.block)  # the second is the first that is like all others
+    process.ask(outcome.arm.block)  # the second one is representative
     return process
 
 
 @contextlib.contextmanager
 def _failure_noted(outcome: Outcome) -> Any:
-    """A peer that fails is a fact to be shown, not the end of the benchmark."""
+    """Record a peer's failure instead of ending the benchmark."""
     try:
         yield
     except PeerError as error:
@@ -246,7 +246,7 @@ def _failure_noted(outcome: Outcome) -> Any:
 
 
 def differs(ours: Outcome, other: Outcome) -> str:
-    """In what the two did not do the same work; nothing if they did."""
+    """Return in what the two did different work; empty if they did the same."""
     loss = abs(ours.loss - other.loss) / abs(other.loss)
     if not loss <= LOSS_TOLERANCE:
         return f"losses differ by {loss:.2g} of them: {ours.loss:.6g} and {other.loss:.6g}"

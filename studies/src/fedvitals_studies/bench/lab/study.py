@@ -18,7 +18,7 @@ from fedvitals_studies.reproduce.conditions import BEGINNING_OF, CONDITIONS, Con
 from fedvitals_studies.reproduce.measure import NLC_ROUNDS, CohortSums, experiment_of, probes_of
 
 Tell = Callable[[str], None]
-ROUNDS = 3  # timed of each condition: one in which everything is measured, and two others
+ROUNDS = 3  # timed per condition: one in which everything is measured, and two others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class Timed:
 
     condition: Condition
     start_up: float
-    thorough: float  # of a round in which nonlinearity and whole-set gradients are measured, too
+    thorough: float  # of a round in which nonlinearity and whole-set gradients are measured as well
     plain: tuple[float, ...]  # of others
 
     def whole(self, choose: Callable[[tuple[float, ...]], float]) -> float:
-        """Of all its rounds, each plain one as `choose` says."""
+        """Return the total of all rounds, with plain ones estimated by `choose`."""
         thorough = -(-self.condition.rounds // NLC_ROUNDS)
         return self.start_up + thorough * self.thorough + (self.condition.rounds - thorough) * choose(self.plain)
 
 
 def conditions() -> list[Condition]:
-    """The paper's two studies, without the runs that are beginnings of others."""
+    """Return the paper's two studies, without runs that are the beginning of others."""
     return [c for c in CONDITIONS if c.study in ("initial", "extended") and c.name not in BEGINNING_OF]
 
 
@@ -50,8 +50,9 @@ def seconds(
     iterations: int,
     rounds: int = ROUNDS,
 ) -> Timed:
-    """Of a condition as the study runs it: trained, evaluated and measured, with the metrics at the last iteration of
-    each round, or at every one."""
+    """Time a condition as the study runs it: trained, evaluated and measured, with the metrics at the last iteration of
+    each round, or at every one.
+    """
     chosen = dataclasses.replace(condition, clients=clients, iterations=iterations, every_iteration=every_iteration)
     experiment = experiment_of(chosen, 0)
     if clients < PAPER_CLIENTS or not has_gtsrb(data):
@@ -71,7 +72,9 @@ def seconds(
 
 
 def study(*, data: Data = None, quick: bool = False, tell: Tell = lambda _text: None) -> dict[str, Any]:
-    """Hours of one repeat: with metrics at the last iteration of a round (low, middle, high), and as the study asks."""
+    """Return the hours of one repeat: with metrics at a round's last iteration (low, middle, high), and as in the
+    study.
+    """
     clients, iterations = (4, 2) if quick else (100, 20)
     last: list[Timed] = []
     every: dict[str, Timed] = {}

@@ -25,7 +25,7 @@ from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.streams import stream
 
 PAPER_CLIENTS = 100
-IMAGES, VECTORS = 392, 160  # that a client holds; a fifth of them is its local test
+IMAGES, VECTORS = 392, 160  # per client; a fifth of them is its local test
 CLASSES = 43
 FOREVER = 1_000_000  # rounds: the benchmark stops when it has seen enough
 
@@ -34,7 +34,7 @@ Data = str | os.PathLike[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A federation, as both sides are told of it."""
+    """A federation, as described to both sides."""
 
     model: str  # cnn or mlp
     clients: int
@@ -54,7 +54,7 @@ class Subject:
             local = lab.Local(iterations=self.iterations, batch=32, optimizer=lab.sgd(learning_rate=0.05))
             model: Any = lab.mlp(hidden=(64,))
         else:
-            # With more clients than the paper's there is less for each: the data stay the same.
+            # With more clients than in the paper there is less data for each: the total stays the same.
             dataset = images(min(self.clients, PAPER_CLIENTS), data)
             local = lab.Local(iterations=self.iterations, batch=16, optimizer=lab.adam())
             model = lab.paper_cnn()
@@ -71,7 +71,7 @@ class Subject:
 
 
 def has_gtsrb(data: Data = None) -> bool:
-    """Whether GTSRB lies where the lab looks for it."""
+    """Whether GTSRB is where the lab looks for it."""
     try:
         GTSRB().find(search_folders(data))
     except ConfigError:
@@ -80,7 +80,7 @@ def has_gtsrb(data: Data = None) -> bool:
 
 
 def images(clients: int, data: Data = None) -> Any:
-    """Traffic signs for so many clients; where there are none, patterns of the same shape with noise on them."""
+    """Return traffic signs for `clients` clients; without GTSRB, noisy patterns of the same shape."""
     if has_gtsrb(data):
         return lab.gtsrb() if clients >= PAPER_CLIENTS else lab.gtsrb(samples=clients * IMAGES, test_samples=2000)
     generator = stream(0, "bench images")
@@ -94,9 +94,9 @@ def images(clients: int, data: Data = None) -> Any:
 
 
 def write_work(subject: Subject, folder: Path, rounds: int, data: Data = None) -> str:
-    """The subject as files that the peers load; gives the data set's name.
+    """Write the subject as files that the peers load. Returns the data set's name.
 
-    The same weights to begin with, the same samples for each client, the same mini-batches in the same order.
+    The same initial weights, the same samples for each client, the same mini-batches in the same order.
     """
     experiment = subject.experiment(data)
     site = lab.Site.of(experiment, data)

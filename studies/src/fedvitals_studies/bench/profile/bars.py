@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiling against its bars: what it costs, what it sees, whether its parts add up, whether it names what is slow.
+"""Profiling against its bars: its cost, its coverage, whether its parts add up, whether it names what is slow.
 
-Costs are process CPU time, interleaved and paired, as in `bench_overhead`. Everything else is what a user gets: runs
-that are stored and read again.
+Costs are process CPU time, interleaved and paired, as in `bench_overhead`. Everything else is measured on what a user
+gets: stored runs that are read again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUICK_STRENGTHS, QUICK_OUTAGE, SCALED_OUTAGE = (0.45, 0.95), 2.0, 12.0
 
 
 def bench_profile(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
-    """A row for each bar: what was measured, and whether that meets it; `details` has the single cases."""
+    """Return a row for each bar: what was measured, and whether that meets it; `details` has the single cases."""
     rows = [_overhead(7 if quick else 41, tell), _memory(quick, tell)]
     real = bottlenecks.on_processes(real_plants()[::4] if quick else None, tell=tell)
     rows.append(_sums(quick, real, tell))
@@ -47,7 +47,7 @@ def bench_profile(*, quick: bool = False, tell: Tell = lambda _: None) -> list[R
 
 
 def judged(what: str, bar: str, measured: str, met: bool, details: Any = (), **numbers: float) -> Row:
-    """One line of the table."""
+    """Return one row of the table."""
     verdict = "met" if met else "missed"
     return {"what": what, "bar": bar, "measured": measured, "verdict": verdict, **numbers, "details": details}
 
@@ -74,12 +74,14 @@ def _overhead(pairs: int, tell: Tell) -> Row:
     measured = f"{value:.2f} % ({low:.2f} to {high:.2f})"
     what = "profiling on over off, per round of the demo's federation"
     row = judged(what, f"≤ {BAR_OVERHEAD:g} %", measured, value <= BAR_OVERHEAD, found, value=value, low=low, high=high)
-    # An interval on both sides of the bar settles nothing, whatever its middle.
+    # An interval on both sides of the bar decides nothing, whatever its middle.
     return row if high <= BAR_OVERHEAD or low > BAR_OVERHEAD else {**row, "verdict": "open"}
 
 
 def overhead(pairs: int) -> Row:
-    """CPU time of a round with spans, memory and traffic over that without; `with_machine`: with its sampling, too."""
+    """Return the CPU time of a round with spans, memory and traffic over that without; `with_machine`: also with
+    sampling.
+    """
     work = bench_overhead._DEMO  # noqa: SLF001 - its own twin
     torch.manual_seed(0)
     start = work.model()

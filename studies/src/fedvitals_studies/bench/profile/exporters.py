@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two bars of the exporters: how large and slow a Prometheus page of many clients is, and what an outage loses."""
+"""Two bars of the exporters: the size and speed of a Prometheus page with many clients, and what an outage loses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fedvitals.time_parts import ROUND
 Row = dict[str, Any]
 
 OUTAGE = 60.0  # seconds, of the bar
-PACE = 0.05  # seconds from one round to the next, so that a training goes on through an outage
+PACE = 0.05  # seconds between rounds, so that a training continues through an outage
 
 
 def scraping(clients: int = 1000, scrapes: int = 30) -> Row:
-    """Series and milliseconds of the page, with every metric of the catalogue for every client; scraped over HTTP."""
+    """Return series and milliseconds of the page, with every metric of the catalogue for every client, over HTTP."""
     sink = Prometheus(port=0)
     try:
         sink.write(_everything(clients))
@@ -53,7 +53,7 @@ def scraping(clients: int = 1000, scrapes: int = 30) -> Row:
 
 
 def _everything(clients: int) -> list[Record]:
-    """One round of a run in which every metric is told of every client and of the whole."""
+    """Return one round of a run in which every metric is reported for every client and for the whole."""
     run = "bench"
     records: list[Record] = [Run(run, "bench", started=1.0)]
     for place, name in enumerate(CATALOG):
@@ -63,7 +63,7 @@ def _everything(clients: int) -> list[Record]:
 
 
 class _Kept:
-    """What a receiver takes, that goes away and comes back on the same port."""
+    """Keeps what a receiver accepts that disappears and returns on the same port."""
 
     def __init__(self, run: str) -> None:
         self.rounds: list[int] = []
@@ -89,7 +89,7 @@ class _Kept:
 
 
 def outage(seconds: float = OUTAGE) -> Row:
-    """A training whose OTLP receiver goes away for so long and comes back: what did not arrive, and what it changed."""
+    """Train while the OTLP receiver is unavailable for `seconds`: what did not arrive, and what it changed."""
     run = f"outage-{time.time_ns()}"
     kept = _Kept(run)
     sink = OpenTelemetry(kept.start(), {"Authorization": f"Bearer {kept.secret}"})
@@ -126,7 +126,7 @@ def outage(seconds: float = OUTAGE) -> Row:
 
 
 def _train(rounds: int, monitor: Monitor | None = None, between: Any = None) -> Tensor:
-    """A small training, with or without a monitor; gives its weights."""
+    """Run a small training, with or without a monitor; returns its weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = torch.nn.Linear(16, 4)

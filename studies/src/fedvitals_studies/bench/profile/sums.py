@@ -30,7 +30,7 @@ TOPOLOGIES: dict[str, Any] = {
 
 
 def sums(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """A row for each topology and clock, and for the demo's plain loop."""
+    """Return a row for each topology and clock, and for the demo's plain loop."""
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         store = Path(folder) / "runs.db"
@@ -48,7 +48,7 @@ def sums(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -
 
 
 def in_the_lab(topology: Any, store: Path, rounds: int) -> list[RoundTime]:
-    """The times of a small federation of this topology, from the store."""
+    """Return the times of a small federation of this topology, from the store."""
     experiment = lab.Experiment(
         dataset="digits",
         model="cnn",
@@ -69,9 +69,9 @@ def read(store: Path, run: str) -> list[RoundTime]:
 
 
 def row(name: str, clock: str, times: Sequence[RoundTime]) -> Row:
-    """By how much the parts that are known miss a round's length: of all nodes together, and of the worst one.
+    """Return by how much the known parts miss a round's length: of all nodes together, and of the worst one.
 
-    A part «unaccounted» is none that is known: it says what is missing.
+    A part «unaccounted» is not a known part: it is what is missing.
     """
     missed = [shortfall(time) for time in times]
     nodes = np.concatenate([list(one.values()) for one in missed]) if missed else np.zeros(0)
@@ -87,7 +87,7 @@ def row(name: str, clock: str, times: Sequence[RoundTime]) -> Row:
 
 
 def shortfall(time: RoundTime) -> dict[str, float]:
-    """Of each node, the share of the round by which its known parts miss the round's length, too little or too much."""
+    """Return each node's share of the round by which its known parts miss the round's length, in either direction."""
     return {node: abs(time.seconds - sum(known(one.parts.items()))) / time.seconds for node, one in time.nodes.items()}
 
 

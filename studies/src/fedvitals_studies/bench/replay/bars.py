@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay against its bars: whether it is exact, what it costs and keeps, how soon it is anywhere, whom it convicts."""
+"""Replay against its bars: exactness, cost and size, time to reach any round, and accuracy of bisect."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Tell = Callable[[str], None]
 PARTS = ("verified", "machines", "recording", "size", "jump", "bisect")
 BAR_TRAINING, BAR_AGGREGATION, BAR_SIZE = 1.5, 8.0, 3.0  # per cent
 BAR_JUMP = 1.0  # seconds
-FEDDEBUG = 48.0  # per cent of aggregation, as its paper has it
+FEDDEBUG = 48.0  # per cent of aggregation, as in its paper
 
 
 def bench_replay(*, quick: bool = False, tell: Tell = lambda _: None, only: Collection[str] = ()) -> list[Row]:
-    """A row for each bar, `details` with the single cases. `only`: some of PARTS."""
+    """Return a row for each bar, `details` with the single cases. `only`: some of PARTS."""
     parts = [part for part in PARTS if not only or part in only]
     rows: list[Row] = []
     with TemporaryDirectory(prefix="fv") as made:
@@ -91,7 +91,7 @@ def _recording(workload: str, folder: Path, quick: bool, tell: Tell) -> list[Row
         said += f"; the tape's thread alone {thread:.2f} %" if key == "cpu" else ""
         said += f"; every model saved at once: {feddebug[key]['overhead_percent']:.1f} %"
         said += f" (FedDebug's paper: {FEDDEBUG:g} %)" if key == "own" else ""
-        # An interval on both sides of the bar settles nothing, whatever its middle.
+        # An interval on both sides of the bar decides nothing, whatever its middle.
         verdict = _met(value <= bar) if high <= bar or low > bar else "open"
         title = f"recording over not recording, {what}, {workload}"
         rows.append(_row(title, f"≤ {bar:g} %", said, verdict, found, value=value, low=low, high=high))

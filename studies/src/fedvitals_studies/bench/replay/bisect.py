@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twenty federations that one or two clients begin to spoil in some round: does bisect say in which, and who?
+"""Twenty federations that one or two clients begin to harm in some round: does bisect name the round and the clients?
 
-Each has a twin without the fault. A case counts only if its model is visibly worse than that twin's at the end.
+Each has a twin without the fault. A case only counts if its model is visibly worse than that twin's at the end.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FAULTS: Mapping[str, tuple[dict[str, float], dict[str, float]]] = {  # of the fi
     "input_scale": ({"factor": 255.0}, {"factor": 100.0}),
 }
 MODELS = ("mlp", "logistic", "cnn", "mlp")
-WORSE = 0.10, 1.5  # at the end, less accuracy or so many times the loss: what is below both is not visible
+WORSE = 0.10, 1.5  # at the end, less accuracy, or times the loss: smaller differences are not visible
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A federation in which something begins."""
+    """A federation in which a fault begins in some round."""
 
     seed: int
     fault: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def good(self) -> int:
-        """A round that somebody remembers as good: not the last one of that kind."""
+        """Return a round remembered as good: not the last good one."""
         return self.since // 2
 
     @property
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def most(self) -> float:
-        """Re-runs: of the rounds between the good and the bad one, which are fewer than the run has."""
+        """Return the most re-runs: by the rounds between the good and the bad one, fewer than the run has."""
         return 2 * math.log2(self.bad - self.good) + self.clients
 
     def experiment(self) -> lab.Experiment:
@@ -102,7 +102,7 @@ def case_of(seed: int) -> Case:
 
 
 def recorded(case: Case, store: Path) -> tuple[str, dict[str, float]]:
-    """The run's id; and against its twin, at the end, how much accuracy it lacks and how many times the loss it has."""
+    """Return the run's id; and relative to its twin, at the end, the accuracy that it lacks and the ratio of losses."""
     with Monitor(store, case.name, host="lab", tape=Tape()) as monitor:
         ill = lab.run(case.experiment(), monitor, workers=1).rounds[-1].metrics
     well = lab.run(case.twin(), workers=1).rounds[-1].metrics

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording adds to a run: by the clock, in seconds of processors, and to the server's own part of a round.
+"""What recording adds to a run: by the clock, in processor seconds, and to the server's own part of a round.
 
 Three runs of one experiment side by side in one process: without a tape, with one, and with every client's model saved
-as it arrives (FedDebug's way). They go on in turn, as many rounds at a time as lie between two whole states of the
-tape; what is still to be written belongs to their time. The CNN's tape keeps a whole state every second round, where
-the default is every fifth: turns are short, and its cost is rather overstated.
+as it arrives (FedDebug's way). They continue in turn, as many rounds at a time as lie between two whole states of the
+tape; pending writes belong to their time. The CNN's tape keeps a whole state every second round, where the default is
+every fifth: turns are short, and its cost is rather overstated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 
 FOREVER = 1_000_000  # rounds: the benchmark stops when it has seen enough
 AGGREGATION = ("receive", "aggregate")  # from an update's arrival to the new model
-# The clock, all processors; the server's own part by the clock and in processor time; its thread's processor time.
+# The clock; all processors; the server's own part by the clock and in processor time; its thread's processor time.
 COSTS = ("wall", "cpu", "own", "own_cpu", "main")
 CPU = Path("/proc/{}/schedstat")
 
@@ -48,7 +48,7 @@ class Load:
     model: str
     optimizer: Any
     pairs: int
-    block: int  # rounds at a time, so that each has its share of whole states
+    block: int  # rounds per turn, so that each includes its share of whole states
 
     def experiment(self, clients: int = 100, iterations: int = 20) -> lab.Experiment:
         return lab.Experiment(
@@ -66,7 +66,7 @@ WORKLOADS: Mapping[str, Load] = {
     "paper_cnn": Load("paper_cnn", lab.adam(), 25, block=2),
     "mlp": Load("mlp", lab.sgd(), 25, block=10),
 }
-SELDOM = 3  # turns of which one has the run that saves every model
+SELDOM = 3  # one turn in this many includes the run that saves every model
 
 
 class TwoClocks(federation.Stopwatch):
@@ -89,7 +89,7 @@ class TwoClocks(federation.Stopwatch):
 
 @contextlib.contextmanager
 def two_clocks() -> Iterator[None]:
-    """Let federations that are created inside use `TwoClocks`."""
+    """Make federations that are created inside the block use `TwoClocks`."""
     before = federation.Stopwatch
     federation.Stopwatch = TwoClocks  # type: ignore[misc]
     try:
@@ -99,7 +99,7 @@ def two_clocks() -> Iterator[None]:
 
 
 class Listening(HostObserver):
-    """An observer that adds up how long the server's own part took, and what is handed over before and after it."""
+    """An observer that times the server's own part, and the data handed over before and after it."""
 
     own = own_cpu = 0.0
 
@@ -116,7 +116,7 @@ class Listening(HostObserver):
 
 
 class _Handing:
-    """A recorder that times what a stopwatch of the lab does not; messages come inside of one."""
+    """A recorder that times what a stopwatch of the lab does not; messages arrive inside of one."""
 
     def __init__(self, observer: Listening, tape: Any, began: tuple[float, float]) -> None:
         self._observer, self._tape, self._began = observer, tape, began
@@ -138,7 +138,7 @@ class _Handing:
 
 
 class EveryModel(Tape):
-    """FedDebug's way: every client's model is saved when it arrives, by whom it arrives at. Nothing else is."""
+    """FedDebug's way: every client's model is saved when it arrives, with its sender. Nothing else is."""
 
     saved = 0
 
@@ -167,7 +167,7 @@ class Arm:
         self.costs: dict[str, list[float]] = {name: [] for name in (*COSTS, "thread")}
 
     def block(self, count: int) -> dict[str, float]:
-        """A round's mean over so many."""
+        """Run `count` rounds and return the mean of each cost per round."""
         own, own_cpu, thread = self._observer.own, self._observer.own_cpu, self._thread()
         main, cpu = time.thread_time(), cpu_seconds()
         began = time.perf_counter()
@@ -192,7 +192,7 @@ class Arm:
             self.costs[name].append(seconds)
 
     def _thread(self) -> float:
-        """Seconds that the tape's own thread had of a processor, where the system tells."""
+        """Return the processor seconds of the tape's own thread, if the system reports them."""
         thread = None if self.tape is None else self.tape._thread  # noqa: SLF001 - nobody else needs to know of it
         if thread is None or thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
             return 0.0
@@ -204,7 +204,7 @@ class Arm:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the lab's workers."""
+    """Return the processor seconds of this process and the lab's workers."""
     total = time.process_time()
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -229,7 +229,7 @@ def measured(workload: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
     experiment = load.experiment(8, 2) if quick else load.experiment()
     gc.collect()
     with arms_of(experiment, folder, block) as arms:
-        for arm in arms.values():  # the first rounds are slow, and nobody's cost
+        for arm in arms.values():  # the first rounds are slow, and are not counted
             arm.block(1 if quick else 2)
         for turn in range(pairs):
             began = time.perf_counter()
@@ -243,7 +243,7 @@ def measured(workload: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
 
 
 def compared(arms: Mapping[str, Arm]) -> Row:
-    """By how many per cent each is longer than the run without a tape, in the same turns."""
+    """Return by how many per cent each is longer than the run without a tape, in the same turns."""
     bare, over = arms["none"].costs, overhead._overhead  # noqa: SLF001 - its own twin
     found: Row = {"busy": _busy()}
     for name, every in (("tape", 1), ("every model", SELDOM)):
@@ -263,5 +263,5 @@ def compared(arms: Mapping[str, Arm]) -> Row:
 
 
 def _busy() -> float:
-    """How many want a processor: what else ran here makes figures worth less."""
+    """Return the system's load: other work on the machine makes the figures less reliable."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

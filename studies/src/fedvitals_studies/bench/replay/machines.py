@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart two machines are where bits cannot be the same: this processor without its widest instructions, CUDA.
+"""How far apart two machines are if bits cannot match: this processor without its widest instructions, CUDA.
 
-A run is recorded here and proved again in a process that may use other instructions (PyTorch's own switch); where there
-is a GPU, one that was recorded on it is proved there, and on the processor. From equal states, one round each.
+A run is recorded here and verified again in a process that may use other instructions (PyTorch's own switch); with a
+GPU, a run recorded on it is verified there, and on the processor. From equal states, one round each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SWITCH = "ATEN_CPU_CAPABILITY"
 
 
 def apart(folder: Path, tell: Callable[[str], None]) -> list[Row]:
-    """For each model and pair of machines, the largest deviation of a layer's norm, relative to the state's."""
+    """Return for each model and pair of machines the largest deviation of a layer's norm, relative to the state's."""
     folder.mkdir(parents=True, exist_ok=True)
     store, found = folder / "runs.db", []
     for model in MODELS:
@@ -71,7 +71,7 @@ def _elsewhere(store: Path, run: str, capability: str) -> Row:
 
 
 def say(store: str, run: str) -> None:
-    """As a process of its own."""
+    """Print the result, as a separate process."""
     sys.stdout.write(json.dumps(proved(Path(store), run)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of all synchronous topologies, healthy and not, that are recorded and then executed again from the seed."""
+"""Runs of all synchronous topologies, healthy and faulty, that are recorded and then executed again from the seed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 TOPOLOGIES = ("centralized", "hierarchical", "rings", "clustered")
-MODELS = ("mlp", "cnn", "lstm")  # of which the engines are stacked, whichever is quicker, and reuse
+MODELS = ("mlp", "cnn", "lstm")  # whose engines are stacked, whichever is faster, and reuse
 SEEDS = 3
 CLIENTS, ROUNDS = 10, 7
 
 
 def runs(*, quick: bool = False) -> list[lab.Experiment]:
-    """Each topology with each model and seed: healthy, then with a fault and half the clients away, then both worse."""
+    """Return each topology with each model and seed: healthy, then with a fault and half the clients away, then both
+    worse.
+    """
     seeds, rounds = (range(1, 2), 3) if quick else (range(SEEDS), ROUNDS)
     models = MODELS[:1] if quick else MODELS
     return [run_of(t, m, seed, rounds) for t in TOPOLOGIES for m in models for seed in seeds]
@@ -46,7 +48,7 @@ def run_of(topology: str, model: str, seed: int, rounds: int) -> lab.Experiment:
             ],
         },
     ]
-    if topology != "clustered":  # it averages by a rule of its own
+    if topology != "clustered":  # it has its own averaging rule
         own[2]["aggregator"] = lab.fedadam()
     return lab.Experiment(
         name=f"{topology} {model} {seed}",
@@ -62,7 +64,7 @@ def run_of(topology: str, model: str, seed: int, rounds: int) -> lab.Experiment:
 
 
 def proved(experiments: Sequence[lab.Experiment], folder: Path, tell: Tell) -> list[Row]:
-    """Recorded with as many processes as there are cores, executed again in one."""
+    """Record with as many processes as there are cores, and execute again in one."""
     folder.mkdir(parents=True, exist_ok=True)
     found = []
     for number, experiment in enumerate(experiments, 1):

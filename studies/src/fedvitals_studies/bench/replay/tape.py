@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One long run of the paper's CNN on tape: how large that is, whether all of it can be had, and how soon.
+"""One long run of the paper's CNN on tape: its size, whether all of it can be restored, and how fast.
 
-The digits' images are small, and so is the model on them (21,386 weights, of which the paper's signs need 118,507): a
-tape's digests weigh more here than they would there.
+The digits' images are small, and so is the model for them (21,386 weights; the paper's signs need 118,507): a tape's
+digests weigh more here than they would there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedvitals.replay.tape.tape import Tape
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
-EVERY = 5  # rounds between two whole states: the tape's usual
+EVERY = 5  # rounds between two whole states: the tape's default
 CLIENTS, ROUNDS, ITERATIONS = 100, 50, 20
 
 
@@ -60,7 +60,7 @@ def recorded(folder: Path, *, quick: bool, tell: Tell) -> Recorded:
 
 
 def size_of(run: Recorded) -> Row:
-    """All files of the tape over every client's model of every round as safetensors, as it is."""
+    """Return the tape's size over that of every client's model of every round as plain safetensors."""
     tape, e = run.tape, run.experiment
     last = tape.rounds[-1]
     model = tape.update(last, next(came.node for came in tape.entry(last).came if came.mark is not None))
@@ -87,7 +87,7 @@ def size_of(run: Recorded) -> Row:
 
 
 class Clocked(Player):
-    """Knows how long it ran rounds again, and how many."""
+    """Records how long it reran rounds, and how many."""
 
     seconds, count = 0.0, 0
 
@@ -103,7 +103,7 @@ class Clocked(Player):
 
 
 def jumps(run: Recorded, count: int, tell: Tell) -> Row:
-    """To rounds at random, each from the tape alone; and whether what comes is what was recorded."""
+    """Jump to random rounds, each from the tape alone; and check whether the result is what was recorded."""
     rounds = random.Random(0).sample(run.tape.rounds, min(count, len(run.tape.rounds)))  # noqa: S311 - which, not a secret
     began = time.perf_counter()
     with Clocked(TapeReader(run.tape.folder), workers=None) as player:

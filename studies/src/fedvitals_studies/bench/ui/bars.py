@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard against its bars, in a real browser, on an invented run of 1,000 clients × 500 rounds × 50 layers.
+"""The dashboard against its bars, in a real browser, on a synthetic run of 1,000 clients × 500 rounds × 50 layers.
 
-The overview is opened three times on a server that was just started and remembers nothing; every other view once, in
-the order in which a person might go, who stays three seconds on the first. Live updates are rounds that another store
-object writes into the file meanwhile.
+The overview is opened three times on a freshly started server with empty caches; every other view once, in the order of
+a plausible user, who stays three seconds on the first. Live updates are rounds that another store object writes into
+the file at the same time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fedvitals_studies.bench.ui.page import Visitor, browser_path, browsing, now
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 OVERVIEW, OTHER, CALL, LIVE, INTERACTION, BLOCKED = 1500, 1000, 100, 1000, 100, 200  # milliseconds
-LISTED, RUNS = 1000, 1000  # milliseconds, and the runs that are listed in them
+LISTED, RUNS = 1000, 1000  # milliseconds, and the number of runs in the list
 MEMORY, WEIGHT = 300e6, 6e6  # bytes
 STAY = 3.0  # seconds on the overview before the other views
 
 
 def bench_ui(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
-    """A row for each bar; `details` has the single figures."""
+    """Return a row for each bar; `details` has the single figures."""
     size = Synthetic(60, 40, 12) if quick else Synthetic()
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if busy > (os.cpu_count() or 1) / 2:
@@ -51,7 +51,7 @@ def bench_ui(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
 
 
 def write_many_runs(path: Path, count: int) -> Path:
-    """A store of so many short runs: three clients, two rounds each."""
+    """Write a store of `count` short runs: three clients, two rounds each."""
     with SqliteStore(path) as store:
         for number in range(count):
             write_run(store, Synthetic(3, 2, 2, run=f"run{number:04d}", seed=number))
@@ -59,7 +59,7 @@ def write_many_runs(path: Path, count: int) -> Path:
 
 
 def _listed(browser: Any, store: Path, runs: int, tell: Tell) -> Row:
-    """The list of runs, opened three times on a server that was just started."""
+    """Time the list of runs, opened three times on a freshly started server."""
     opened = []
     for _ in range(3):
         with serving(store) as (url, _):
@@ -71,7 +71,7 @@ def _listed(browser: Any, store: Path, runs: int, tell: Tell) -> Row:
 
 
 def cached(size: Synthetic, tell: Tell) -> Path:
-    """The invented run, made once; without an end, so that more can be written."""
+    """Return the synthetic run, created once; without an end, so that more can be written."""
     source = Path(synthetic.__file__).read_bytes() + repr((size, VERSION)).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvitals-bench"
     name = f"synthetic-{size.clients}x{size.rounds}x{size.layers}"
@@ -132,7 +132,7 @@ _TABLE = "document.querySelector('table tbody').innerText"
 
 
 def _interactions(visitor: Visitor, size: Synthetic, tell: Tell) -> dict[str, float]:
-    """Milliseconds from an input to the frame that answers it, the worst of some."""
+    """Return the milliseconds from an input to the frame that answers it, the worst of some."""
     page, found = visitor.page, dict[str, float]()
     visitor.open(f"/runs/{size.run}/clients", "clients")
     visitor.settle()
@@ -146,7 +146,7 @@ def _interactions(visitor: Visitor, size: Synthetic, tell: Tell) -> dict[str, fl
         visitor.settle()
         box = _chart(page)
         middle = box["y"] + box["height"] / 2
-        for step in range(30):  # a pointer that looks around
+        for step in range(30):  # a pointer moving around
             page.mouse.move(box["x"] + box["width"] * (0.2 + 0.02 * step), middle + step)
         page.mouse.move(box["x"] + 0.4 * box["width"], middle)
         page.mouse.down()
@@ -164,7 +164,7 @@ def _interactions(visitor: Visitor, size: Synthetic, tell: Tell) -> dict[str, fl
 
 
 def _chart(page: Any) -> dict[str, float]:
-    """Where the largest canvas is, in sight."""
+    """Return the visible part of the largest canvas."""
     page.wait_for_selector("canvas")
     largest = page.evaluate_handle(
         "[...document.querySelectorAll('canvas')].sort((a, b) => b.clientHeight - a.clientHeight)[0]"
@@ -175,7 +175,7 @@ def _chart(page: Any) -> dict[str, float]:
 
 
 def _live(visitor: Visitor, store: Path, size: Synthetic, rounds: int, tell: Tell) -> list[float]:
-    """Milliseconds from the end of the transaction that stores a round until the page has drawn it."""
+    """Return the milliseconds from the end of the transaction that stores a round until the page has drawn it."""
     visitor.open(f"/runs/{size.run}", "overview")
     visitor.settle()
     found = []
@@ -193,12 +193,12 @@ def _live(visitor: Visitor, store: Path, size: Synthetic, rounds: int, tell: Tel
 
 
 def _shows(number: int) -> str:
-    """In the page's language: whether its head names that round. The head is written after everything else."""
+    """Return JavaScript: whether the page's header names that round. The header is written after everything else."""
     return f"/round {number}(?!\\d)/.test(document.querySelector('.facts')?.innerText)"
 
 
 def _hour(browser: Any, url: str, store: Path, size: Synthetic, updates: int, tell: Tell) -> list[float]:
-    """Bytes of the process that draws the overview: before, in the middle and at the end of an hour's live updates.
+    """Return the memory of the overview's process in bytes: before, in the middle and at the end of an hour's updates.
 
     With rounds of 12 s an hour has 300; here they come as fast as the page looks for news.
     """
@@ -220,7 +220,7 @@ def _hour(browser: Any, url: str, store: Path, size: Synthetic, updates: int, te
                 if i + 1 in (updates // 2, updates):
                     found.append(renderer_bytes())
                     tell(f"after {i + 1} updates: {found[-1] / 1e6:.0f} MB")
-        # What was measured must have been at work: its head names the last round.
+        # The measured page must have been active: its header names the last round.
         late = browser.browser_type.connect_over_cdp(f"http://127.0.0.1:{port}")
         shown = False
         for _ in range(40):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dashboard in a process of its own and a headless browser that looks at it, with a stopwatch inside the page."""
+"""A dashboard in a separate process and a headless browser that opens it, with a stopwatch inside the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedvitals.errors import ConfigError
 VIEW = {"width": 1440, "height": 1000}
 PATIENCE = 60_000  # milliseconds
 
-# Runs before the page's own scripts. Ready: two frames after the page says that it has shown its data.
+# Runs before the page's own scripts. Ready: two frames after the page reports that it has shown its data.
 _WATCH = """
 window.__bench = {ready: {}, tasks: [], events: [], input: 0};
 const frames = (then) => requestAnimationFrame(() => requestAnimationFrame(then));
@@ -50,14 +50,14 @@ __bench.when = (holds) => until(holds, () => null).then(() => new Promise((done)
 
 
 def browser_path() -> str | None:
-    """Chromium of this machine; None: the one that Playwright has installed, if any."""
+    """Return this machine's Chromium; None: the one that Playwright has installed, if any."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 @contextlib.contextmanager
 def serving(store: Path) -> Iterator[tuple[str, int]]:
-    """The address and the process id of a dashboard over this store, started anew: it remembers nothing."""
+    """Yield the address and the process id of a dashboard over this store, freshly started with empty caches."""
     command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", "0", "--store", str(store)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})  # noqa: S603
     try:
@@ -96,7 +96,7 @@ def browsing() -> Iterator[Any]:
 
 
 class Visitor:
-    """A page in a fresh browser, and all that it has asked of the server."""
+    """A page in a fresh browser, and all its requests to the server."""
 
     def __init__(self, browser: Any, url: str) -> None:
         self.url = url
@@ -127,7 +127,7 @@ class Visitor:
             self.strangers.add(event["request"]["url"])
 
     def _answered(self, event: Any) -> None:
-        """From when it was sent: a browser lets requests wait while six others are under way."""
+        """Record a request from when it was sent: a browser delays requests while six others are in progress."""
         timing = event["response"].get("timing")
         if timing and event["requestId"] in self._asked:
             began = timing["requestTime"] + timing["sendStart"] / 1000
@@ -142,20 +142,20 @@ class Visitor:
             self.calls.append((path, 1000 * (event["timestamp"] - began)))
 
     def open(self, path: str, view: str) -> float:
-        """Milliseconds from the beginning of the navigation until the view's data are on the screen."""
+        """Return milliseconds from the beginning of the navigation until the view's data are on the screen."""
         self.gather()
         self.page.goto(self.url + path, wait_until="commit")
         return float(self.page.evaluate(f"__bench.opened('{view}')"))
 
     def settle(self, seconds: float = 0.5) -> None:
-        """Wait until the page asks for nothing more."""
+        """Wait until the page makes no more requests."""
         count = -1
         while count != len(self.calls):
             count = len(self.calls)
             self.page.wait_for_timeout(1000 * seconds)
 
     def gather(self) -> None:
-        """Take over what the page has counted so far: a navigation forgets it."""
+        """Collect what the page has counted so far: a navigation resets it."""
         found = self.page.evaluate("window.__bench ? {tasks: __bench.tasks, events: __bench.events} : null")
         if found:
             self.longest += found["tasks"]
@@ -163,7 +163,7 @@ class Visitor:
             self.page.evaluate("() => { __bench.tasks = []; __bench.events = []; }")
 
     def since_input(self, holds: str) -> float:
-        """Milliseconds from the newest input until a frame in which the expression holds."""
+        """Return milliseconds from the newest input until a frame in which the expression holds."""
         return float(self.page.evaluate(f"__bench.since(() => {holds})"))
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Visitor:
 
 @contextlib.contextmanager
 def unwatched(browser: str, url: str, folder: Path) -> Iterator[int]:
-    """A browser with nobody at its debugger, which would keep a copy of every answer; the port where one may ask later.
+    """Yield the port of a browser without an attached debugger, which would keep a copy of every answer.
 
     It draws the page on a screen that nobody sees.
     """
@@ -193,7 +193,7 @@ def unwatched(browser: str, url: str, folder: Path) -> Iterator[int]:
 
 
 def renderer_bytes() -> float:
-    """Memory of the largest process that draws a page for this process (its fair share of what is shared); NaN unknown.
+    """Return the memory of the largest process that draws a page for us (its proportional share); NaN if unknown.
 
     The pages of one bench are drawn one after the other, so there is one.
     """
@@ -219,5 +219,5 @@ def _is_ours(process: int) -> bool:
 
 
 def now() -> float:
-    """Milliseconds, as the page counts them."""
+    """Return milliseconds in the page's time."""
     return 1000 * time.time()

@@ -29,11 +29,11 @@ from fedvitals.stats import Array
 
 # What has neurons: the published tool looks at two-dimensional convolutions and dense layers; the rest are ours.
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.LSTM, nn.GRU, nn.RNN)
-_FEWEST = 4  # clients, under which the spread of the others says nothing
+_FEWEST = 4  # clients, below which the spread of the others is meaningless
 _UNITY = 4  # power of the others' share
-_LEAST_SPREAD = 0.2  # of a logarithm: where nearly all answer alike, one neuron more or less shall not accuse
+_LEAST_SPREAD = 0.2  # of a logarithm: where nearly all answer alike, a single neuron must not accuse
 _NEURONS = 16384  # looked at in a disagreement, over all inputs
-_DRAWS = 20_000  # of healthy cohorts, behind a limit
+_DRAWS = 20_000  # of healthy cohorts, used for a limit
 
 
 def states_of(module: nn.Module, deltas: Mapping[Node, Sequence[Tensor]]) -> dict[Node, Tensor]:
@@ -76,7 +76,7 @@ def elimination_order(answers: Tensor, most: int, *, threshold: float = 0.003, s
     clients, inputs = answers.shape[:2]
     order = torch.empty(inputs, min(most, clients - 1), dtype=torch.long)
     for question in range(inputs):
-        silent = ~(answers[:, question] > threshold)  # NaN is silent: such a client shares no neuron with anybody
+        silent = ~(answers[:, question] > threshold)  # NaN is silent: such a client shares no neuron with any other
         silences = silent.sum(0, dtype=torch.int32)
         left = torch.ones(clients, dtype=torch.bool)
         for place in range(order.shape[1]):
@@ -94,7 +94,7 @@ class Differential:
     """How far each client's outputs are from the others', and whether that is more than chance."""
 
     scores: Mapping[Node, float]  # robust standard deviations of the clients' own disagreement
-    limit: float  # what the largest score of a healthy cohort of this size exceeds at the rate asked for
+    limit: float  # exceeded by the largest score of a healthy cohort of this size at the requested rate
     accused: tuple[Node, ...]  # all above the limit, the worst first: () means nobody
 
 

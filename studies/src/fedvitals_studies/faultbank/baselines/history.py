@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines that need what detectors see, and nothing more: what tutorials, SageMaker Debugger and a z-score would say.
+"""Baselines that only need what detectors see: the rules of tutorials and SageMaker Debugger, and a z-score.
 
-Implemented here, to be compared with on the same cases. Each is a function of a history and a round, that names the
-issue and the client (None: the run as a whole).
+Implemented here, for comparison on the same cases. Each is a function of a history and a round that names the issue and
+the client (None: the run as a whole).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedvitals_studies.faultbank.baselines.sagemaker import Accusation, sagemake
 Baseline = Callable[[History, int], Sequence[Accusation]]
 
 CUT = 3.5  # Iglewicz and Hoaglin's, as textbooks have it
-FEWEST = 3  # clients, under which there is no median to speak of
+FEWEST = 3  # clients, below which a median is meaningless
 VITALS = (
     "update.norm",
     "update.cosine_mean",
@@ -34,14 +34,14 @@ VITALS = (
 
 
 def fixed_thresholds(history: History, round_index: int) -> list[Accusation]:
-    """The limits that tutorials teach, as the plain rules have them by default."""
+    """Return the accusations by the limits in tutorials, which are the plain rules' defaults."""
     return [Accusation(found.issue, found.node) for found in crossed_limits(history, round_index, PlainRuleLimits())]
 
 
 def cohort_scores(history: History, round_index: int) -> dict[Node, float]:
-    """Each client's largest modified z-score over the vital signs: 0.6745 · |x − median| / MAD.
+    """Return each client's largest modified z-score over the vital signs: 0.6745 · |x − median| / MAD.
 
-    A vital sign that more than half of the clients have alike (MAD = 0) says nothing. NaN and Inf are left out.
+    A vital sign that is equal for more than half of the clients (MAD = 0) is ignored. NaN and Inf are excluded.
     """
     worst: dict[Node, float] = {}
     for vital in VITALS:
@@ -58,7 +58,7 @@ def cohort_scores(history: History, round_index: int) -> dict[Node, float]:
 
 
 def cohort_zscore(history: History, round_index: int) -> list[Accusation]:
-    """Whoever is past 3.5 in any vital sign of the round."""
+    """Return the clients beyond 3.5 in any vital sign of the round."""
     scores = cohort_scores(history, round_index)
     worst_first = sorted(scores, key=lambda node: -scores[node])
     return [Accusation("UNUSUAL_CLIENT", node) for node in worst_first if scores[node] > CUT]

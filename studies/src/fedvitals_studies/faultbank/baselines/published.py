@@ -17,14 +17,14 @@ from fedvitals.protocols import Node
 ALIGN_INS, FL_DETECTOR = "align_ins", "fl_detector"
 BROKEN = 1e9  # score of an update that is not finite: JSON has no infinity
 LARGEST = 0.3  # share of the values of an update whose signs AlignIns looks at
-WINDOW = 10  # rounds that FLDetector looks back on
+WINDOW = 10  # rounds in FLDetector's history
 REFERENCES = 20  # uniform samples that its gap statistic compares with
 
 Updates = Mapping[Node, Sequence[Tensor]]
 
 
 def align_ins_scores(updates: Updates, model: Tensor) -> dict[Node, float]:
-    """Each client's distance from the median client, in standard deviations, by the worse of two signs.
+    """Return each client's distance from the median client, in standard deviations, by the worse of two signs.
 
     These are the cosine of its update with the global model (`model`, before the round), and the share of its largest
     values whose sign is that of most clients. The paper keeps clients up to 1 in both.
@@ -47,10 +47,10 @@ def _deviations(values: Tensor) -> Tensor:
 
 
 class FLDetector:
-    """Predicts each client's update from its last one and the model's change; who is mispredicted for long is accused.
+    """Predicts each client's update from its last one and the model's change; long mispredicted clients are accused.
 
     The Hessian between two rounds is approximated from the last `WINDOW` changes of the global model and of the mean
-    update (L-BFGS). A client that did not take part in the round before is not predicted.
+    update (L-BFGS). A client that did not take part in the previous round is not predicted.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class FLDetector:
         self.rounds = 0  # in which clients were predicted
 
     def add(self, updates: Updates, model: Tensor) -> None:
-        """Take in a round: its updates, and the global model before it."""
+        """Add a round: its updates, and the global model before it."""
         gradients = {n: -v for n, v in zip(updates, _vectors(updates), strict=True) if bool(v.isfinite().all())}
         if not gradients:
             return
@@ -90,9 +90,10 @@ class FLDetector:
                 self._errors.setdefault(node, deque(maxlen=WINDOW)).append(error * len(errors) / total)
 
     def scores(self) -> dict[Node, float]:
-        """Each client's mean error, relative to the limit between the two groups; all at most 1 if there is one group.
+        """Return each client's mean error, relative to the limit between the two groups; at most 1 if there is one
+        group.
 
-        Nothing until `WINDOW` rounds were predicted.
+        Empty until `WINDOW` rounds were predicted.
         """
         if self.rounds < WINDOW or len(self._errors) < 3:
             return {}
@@ -107,7 +108,7 @@ def _vectors(updates: Updates) -> Tensor:
 
 
 def _hessian_times(steps: Sequence[Tensor], turns: Sequence[Tensor], vector: Tensor) -> Tensor:
-    """The compact form of L-BFGS (Byrd, Nocedal and Schnabel 1994): B·v from columns S (steps) and Y (turns)."""
+    """Return B·v by the compact form of L-BFGS (Byrd, Nocedal, Schnabel 1994) from columns S (steps) and Y (turns)."""
     s, y = torch.stack([*steps], 1), torch.stack([*turns], 1)
     products = s.T @ y
     scale = float(products[-1, -1] / (s[:, -1] @ s[:, -1]).clamp_min(1e-30))
@@ -119,7 +120,7 @@ def _hessian_times(steps: Sequence[Tensor], turns: Sequence[Tensor], vector: Ten
 
 
 def _best_split(values: Tensor) -> tuple[float, int]:
-    """The smallest sum of squares within two groups of sorted numbers, and the size of the lower group."""
+    """Return the smallest sum of squares within two groups of sorted numbers, and the size of the lower group."""
     costs = [float(_within(values[:i]) + _within(values[i:])) for i in range(1, len(values))]
     best = min(range(len(costs)), key=costs.__getitem__)
     return costs[best], best + 1
@@ -136,7 +137,7 @@ def _limit_between(values: Tensor) -> float:
 
 
 def _has_two_groups(values: Tensor) -> bool:
-    """The gap statistic (Tibshirani et al. 2001): whether two groups are better than one, beside uniform numbers."""
+    """Whether two groups fit better than one, relative to uniform numbers (gap statistic, Tibshirani et al. 2001)."""
     ordered = values.sort().values
     span = ordered[-1] - ordered[0]
     if span <= 0:

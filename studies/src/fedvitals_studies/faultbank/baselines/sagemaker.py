@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of Amazon SageMaker Debugger with their documented defaults, as far as a federation's history feeds them.
+"""The rules of Amazon SageMaker Debugger with their documented defaults, as far as a federation's history allows.
 
 Implemented here from the public documentation of the rules (see «List of Debugger built-in rules» there), not run by
 SageMaker. A «step» of a rule is a round, its «training loss» the mean of the clients' own, its «validation loss» the
-global model's. Where a rule looks at something that is not kept, the nearest that is stands in, as its function says.
+global model's. If a rule needs something that is not stored, the closest available is used, as its function notes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Accusation(NamedTuple):
 
 
 def sagemaker_rules(history: History, round_index: int) -> list[Accusation]:
-    """What the rules say in this round, each once."""
+    """Return the rules' accusations in this round, each once."""
     return list(dict.fromkeys(found for rule in RULES for found in rule(history, round_index)))
 
 
@@ -158,7 +158,7 @@ RULES: tuple[Callable[[History, int], Iterator[Accusation]], ...] = (
 
 
 def _across(history: History, family: str, statistic: str, round_index: int) -> tuple[list[Node], Array]:
-    """[nodes × layers] of one statistic; nobody, where the family was not measured."""
+    """Return [nodes × layers] of one statistic; empty if the family was not measured."""
     if not history.layers(family):
         return [], np.empty((0, 0))
     nodes, values = history.across(family, (statistic,), round_index)
@@ -166,17 +166,17 @@ def _across(history: History, family: str, statistic: str, round_index: int) -> 
 
 
 def _any(nodes: list[Node], wrong: npt.NDArray[np.bool_]) -> list[Node]:
-    """Those with a layer for which it is true; NaN is never."""
+    """Return the nodes with a layer for which it is true; NaN never is."""
     return [node for node, rows in zip(nodes, wrong, strict=True) if rows.any()]
 
 
 def _until(history: History, round_index: int) -> dict[int, float]:
-    """The global model's loss by round."""
+    """Return the global model's loss by round."""
     rounds, values = history.series("loss", None)
     return {number: value for number, value in zip(rounds, values, strict=True) if number <= round_index}
 
 
 def _training(history: History, round_index: int) -> dict[int, float]:
-    """The mean of the clients' losses by round."""
+    """Return the mean of the clients' losses by round."""
     found = {number: history.latest("loss", number) for number in history.rounds() if number <= round_index}
     return {number: float(np.mean([*values.values()])) for number, values in found.items() if values}

@@ -2,8 +2,8 @@
 """Baselines that need the updates themselves: Multi-Krum's selection, FedDebug's differential activations, AlignIns and
 FLDetector.
 
-All are written here from their papers, to be compared with on the same cases. They look at a round while it runs, and
-what they say is kept beside the run: numbers by client, from which `accused_by` and `feddebug_accused` follow.
+All are written here from their papers, for comparison on the same cases. They examine a round while it runs, and their
+results are kept beside the run: numbers by client, from which `accused_by` and `feddebug_accused` follow.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fedvitals_studies.faultbank.baselines.differential import (
 )
 from fedvitals_studies.faultbank.baselines.published import ALIGN_INS, FL_DETECTOR, FLDetector, align_ins_scores
 
-ScoresByMethod = dict[str, dict[Node, float]]  # by method, by client
+ScoresByMethod = dict[str, dict[Node, float]]  # method → client → score
 
 FAULTY = 0.25  # share of the cohort against which Multi-Krum guards
 MOST = 10  # culprits that FedDebug may be asked for
 KRUM, FEDDEBUG, DIFFERENTIAL = "multi_krum", "feddebug", "differential"
-BROKEN = 1e9  # of a score, where it is infinite: JSON has no infinity
+BROKEN = 1e9  # replaces an infinite score: JSON has no infinity
 
 
 class UpdateBaselines:
-    """Looks at the updates of chosen rounds (None: of all). With `histories`, FLDetector looks at every round.
+    """Examines the updates of chosen rounds (None: of all). With `histories`, FLDetector examines every round.
 
-    A host that hands in a round's updates in parts calls `gather` with each part, and `close` when all are in;
-    one that has them all at once calls `look`.
+    A host that passes a round's updates in parts calls `gather` with each part, and `close` after the last; one that
+    has them all at once calls `look`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UpdateBaselines:
         *,
         histories: bool = False,
     ) -> None:
-        self._module = copy.deepcopy(module)  # our own: hooks of others shall not hear our questions
+        self._module = copy.deepcopy(module)  # our own: other code's hooks must not see our calls
         self._shape, self._seed = tuple(sample_shape), seed
         self._rounds = None if rounds_to_test is None else frozenset(rounds_to_test)
         self._detector = FLDetector() if histories else None
@@ -57,12 +57,14 @@ class UpdateBaselines:
         self._gathered: dict[Node, Sequence[Tensor]] = {}
 
     def look(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> ScoresByMethod:
-        """What the methods say of a whole round: `global_state` is the model, or its state, before the round."""
+        """Return the methods' scores of a whole round: `global_state` is the model, or its state, before the round."""
         self.gather(round_index, deltas, global_state)
         return self.close()
 
     def gather(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> None:
-        """Some of a round's updates. The global model is read at the first, since it may change before `close`."""
+        """Add some of a round's updates. The global model is read on the first call, since it may change before
+        `close`.
+        """
         if not self.wants(round_index):
             return
         if round_index != self._round:
@@ -71,11 +73,11 @@ class UpdateBaselines:
         self._gathered.update(deltas)
 
     def wants(self, round_index: int) -> bool:
-        """Whether a round's updates are to be handed in."""
+        """Whether a round's updates are needed."""
         return self._rounds is None or round_index in self._rounds or self._detector is not None
 
     def close(self) -> ScoresByMethod:
-        """What the methods say of everything gathered; nothing, of a round that is not to be tested."""
+        """Return the methods' scores for everything gathered; empty for a round that is not examined."""
         gathered, self._gathered = self._gathered, {}
         number, self._round = self._round, None
         if number is None or len(gathered) < 2:
@@ -101,10 +103,10 @@ class UpdateBaselines:
 
 
 def krum_scores(deltas: Mapping[Node, Sequence[Tensor]], faulty: float = FAULTY) -> dict[Node, float]:
-    """Each client's Krum score, as a multiple of the worst that Multi-Krum selects: above 1, it is left out.
+    """Return each client's Krum score, as a multiple of the worst that Multi-Krum selects: above 1, it is excluded.
 
-    Of n clients f = ⌊faulty · n⌋ are thought faulty, fewer where n < 2f + 3; the score is the sum of squared distances
-    to the n − f − 2 nearest others, and the n − f best are selected (Blanchard et al. 2017).
+    Of n clients f = ⌊faulty · n⌋ are assumed faulty, fewer if n < 2f + 3; the score is the sum of squared distances to
+    the n − f − 2 nearest others, and the n − f best are selected (Blanchard et al. 2017).
     """
     nodes = [*deltas]
     count = len(nodes)
@@ -114,7 +116,7 @@ def krum_scores(deltas: Mapping[Node, Sequence[Tensor]], faulty: float = FAULTY)
     worst = float(scores[order[count - expected - 1]])
     relative = (scores / worst).nan_to_num(nan=1.0, posinf=BROKEN) if worst > 0 else 1.0 + (scores > 0).double()
     relative[order[: count - expected]] = relative[order[: count - expected]].clamp(max=1.0)
-    relative[order[count - expected :]] = relative[order[count - expected :]].clamp(min=1.0 + 1e-9)  # ties: left out
+    relative[order[count - expected :]] = relative[order[count - expected :]].clamp(min=1.0 + 1e-9)  # ties: excluded
     return {node: float(value) for node, value in zip(nodes, relative, strict=True)}
 
 
@@ -133,12 +135,12 @@ def _krum(vectors: Tensor, faulty: int) -> Tensor:
 
 
 def accused_by(method: str, scores: Mapping[str, Mapping[Node, float]]) -> list[Node]:
-    """Whom a method accuses by scores above 1 (Multi-Krum, AlignIns, FLDetector), the worst first."""
+    """Return the clients that a method accuses by scores above 1 (Multi-Krum, AlignIns, FLDetector), worst first."""
     return _worst_first({node: score for node, score in scores.get(method, {}).items() if score > 1.0})
 
 
 def feddebug_accused(scores: Mapping[str, Mapping[Node, float]], culprits: int) -> list[Node]:
-    """Whom FedDebug accuses when told how many there are: those with most votes. Nobody, when told there are none."""
+    """Return the clients with most votes, given the number of culprits (FedDebug). Nobody if it is zero."""
     known = max((int(key.rpartition(".")[2]) for key in scores if key.startswith(f"{FEDDEBUG}.")), default=0)
     votes = scores.get(f"{FEDDEBUG}.{min(culprits, known)}", {})
     return _worst_first(votes)[:culprits]
@@ -149,7 +151,7 @@ def _worst_first(scores: Mapping[Node, float]) -> list[Node]:
 
 
 def _load(module: nn.Module, state: Any) -> None:
-    """A model, its state by name, or its parameters (and buffers) as one vector, into our own copy."""
+    """Load a model, its state by name, or its parameters (and buffers) as one vector, into our own copy."""
     if isinstance(state, nn.Module):
         state = state.state_dict()
     if isinstance(state, Mapping):

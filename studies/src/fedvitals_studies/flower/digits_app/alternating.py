@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same app, its rounds in stretches that are in turn not watched and watched by fedvitals, in the same processes.
+"""The same app, whose sections of rounds are alternately not monitored and monitored by fedvitals, in the same
+processes.
 
-Two runs one after the other differ by more than what fedvitals costs: other processes, another minute. Requests tell a
-client which stretch it is; the grid is copied, since fedvitals hooks into the one that it is given.
+Two runs one after the other differ by more than the cost of fedvitals: other processes, another minute. Requests tell a
+client which section it is; the grid is copied, since fedvitals hooks into the one that it is given.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WATCHED = "watched"  # in the request's configuration
 
 
 def _in_turn(mod: Callable[[Message, Context, Next], Message]) -> Callable[[Message, Context, Next], Message]:
-    """The mod where the stretch is watched. It writes down how many bytes it adds to an update."""
+    """Return the mod, active in monitored sections. It records how many bytes it adds to an update."""
 
     def turn(message: Message, context: Context, call_next: Next) -> Message:
         config: Any = message.content.get("config", {})

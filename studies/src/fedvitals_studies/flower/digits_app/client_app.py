@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client: trains on its partition, evaluates there, and falls ill when the run's configuration says so."""
+"""The client: trains on its partition, evaluates there, and fails when the run's configuration says so."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def warm_up(message: Message, context: Context) -> Message:
 
 
 def _who_and_when(message: Message, context: Context) -> tuple[int, int]:
-    """The client's partition and the round."""
+    """Return the client's partition and the round."""
     number: Any = message.content.config_records["config"]["server-round"]
     return int(context.node_config["partition-id"]), int(number)
 
 
 def _prepared(message: Message, context: Context, fault: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """The model as the server sent it, and the client's samples."""
-    torch.set_num_threads(1)  # a client has one core; and sums over threads could differ from run to run
+    """Return the model as the server sent it, and the client's samples."""
+    torch.set_num_threads(1)  # a client has one core; and multithreaded sums could differ from run to run
     model = task.new_model(str(context.run_config["model"]), 0)
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     x, y = _samples(context)
@@ -62,7 +62,7 @@ def _prepared(message: Message, context: Context, fault: str) -> tuple[nn.Module
 
 
 def _seed(context: Context) -> int:
-    """Of the run and the partition; a round is added to it."""
+    """Return the seed of the run and the partition; a round is added to it."""
     return 1_000_000 * int(context.run_config["seed"]) + 1000 * int(context.node_config["partition-id"])
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server writes down of a run, the same with and without fedvitals: each round's seconds, the last weights.
+"""What the server records of a run, identical with and without fedvitals: each round's seconds, the last weights.
 
-Seconds by the clock, and of all processors together: on a busy machine only the latter can be compared.
+Seconds by the clock, and of all processors together: on a busy machine only the latter are comparable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WEIGHTS, ROUNDS = "weights.npz", "rounds.json"
 
 
 class Diary:
-    """Tests the global model, as a server does, and looks at the clock each time."""
+    """Tests the global model, as a server does, and reads the clock each time."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._folder = str(config["results"])
@@ -30,20 +30,20 @@ class Diary:
         self._x, self._y = task.test_samples(int(config["seed"]))
         self._rounds: list[dict[str, Any]] = []
         self._before = self._cpu_before = 0.0
-        self.about: dict[str, Any] = {}  # goes into every line
+        self.about: dict[str, Any] = {}  # included in every line
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         self._model.load_state_dict(arrays.to_torch_state_dict())
         loss, accuracy = task.evaluate(self._model, self._x, self._y)
         now, cpu = time.perf_counter(), processor_seconds()
-        if server_round > 0:  # before round 1, too, the model is tested
+        if server_round > 0:  # the model is also tested before round 1
             spent = {"seconds": now - self._before, "cpu": cpu - self._cpu_before}
             self._rounds.append({"round": server_round, **spent, "loss": loss, "accuracy": accuracy, **self.about})
         self._before, self._cpu_before = now, cpu
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
     def write(self, arrays: ArrayRecord | None) -> None:
-        """Nothing where nobody asked for it."""
+        """Write the diary, if requested."""
         if not self._folder:
             return
         folder = Path(self._folder)
@@ -54,13 +54,15 @@ class Diary:
 
 
 def processor_seconds() -> float:
-    """Of this process and all below it, Ray's and the clients' among them, since they began; 0 where nobody tells."""
+    """Return the processor seconds of this process and its descendants, including Ray and the clients; 0 if
+    unavailable.
+    """
     parents, ticks = {}, {}
     for place in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = place.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has ended in the meantime
         parents[int(place.parent.name)] = int(fields[1])
         ticks[int(place.parent.name)] = int(fields[11]) + int(fields[12])
     ours: set[int] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a client on demand, and in which rounds: read from the run's configuration."""
+"""Faults of a client on demand, and their rounds: read from the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOISE = 0.9  # share of the labels that are shuffled among themselves
 
 
 def fault_of(config: Mapping[str, Any], partition: int, number: int) -> str:
-    """What strikes this client in this round; «none» for all others."""
+    """Return the fault of this client in this round; «none» for all others."""
     fault = str(config["fault"])
     if fault not in FAULTS:
         raise ValueError(f"There is no fault '{fault}'. Known: {', '.join(FAULTS)}.")
@@ -35,7 +35,7 @@ def before(fault: str, config: Mapping[str, Any]) -> None:
 
 
 def halfway(fault: str) -> None:
-    """End without a word, as the kernel ends a process that has taken too much memory."""
+    """End without a message, as when the kernel kills a process for lack of memory."""
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -51,7 +51,7 @@ def labels(fault: str, y: Tensor, seed: int) -> Tensor:
 
 
 def weights(fault: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A single NaN in the first layer: the mean over all clients is lost by it."""
+    """Put a single NaN into the first layer, which ruins the mean over all clients."""
     if fault == "nan":
         first = next(iter(state))
         state[first] = state[first].clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server: FedAvg over the clients' weights, tested after each round; it can leave a diary of them."""
+"""The server: FedAvg over the clients' weights, tested after each round; it can write a diary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ app = ServerApp()
 
 
 class InOrder(FedAvg):
-    """FedAvg, adding in the order of the partitions: sums of floats depend on it, and replies come in any order."""
+    """FedAvg that adds in the order of the partitions: sums of floats depend on it, and replies come in any order."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -50,14 +50,14 @@ def averaging(config: Mapping[str, Any]) -> FedAvg:
     return InOrder(
         fraction_train=share,
         fraction_evaluate=float(config["fraction-evaluate"]),
-        # Where all are asked: Flower takes the share of those who are there before it waits for the others.
+        # If all are asked: Flower takes the share of the connected clients before it waits for the others.
         min_train_nodes=awaited if share == 1 else 2,
         min_available_nodes=awaited,
     )
 
 
 def rounds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `start` is told beside the grid."""
+    """Return the arguments of `start` besides the grid."""
     model = task.new_model(str(config["model"]), int(config["seed"]))
     return {
         "initial_arrays": ArrayRecord(model.state_dict()),
@@ -67,7 +67,7 @@ def rounds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warm_up(grid: Grid, config: Mapping[str, Any]) -> None:
-    """Processes that start and load torch in round 1 would take longer than a short deadline gives."""
+    """Start the clients' processes: importing torch in round 1 would take longer than a short deadline."""
     if config["warm-up"]:
         asked = [Message(RecordDict({}), node, MessageType.QUERY) for node in grid.get_node_ids()]
         grid.send_and_receive(asked, timeout=WARM_UP_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is learned: the digits, two models, and how a client trains; every random number comes from the run's seed."""
+"""The task: the digits, two models, and how a client trains; every random number comes from the run's seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = 10
 
 
 def new_model(kind: str, seed: int) -> nn.Module:
-    """«cnn» (21 thousand parameters) or «large» (11 million), the same for the same seed."""
+    """Return «cnn» (21 thousand parameters) or «large» (11 million), the same for the same seed."""
     torch.manual_seed(seed)
     if kind == "large":
         wide = (nn.Linear(64, 3000), nn.ReLU(), nn.Linear(3000, 3600), nn.ReLU(), nn.Linear(3600, CLASSES))
@@ -32,7 +32,7 @@ def new_model(kind: str, seed: int) -> nn.Module:
 
 @functools.cache  # reading them takes longer than a small client's epoch
 def digits(seed: int) -> tuple[Tensor, Tensor]:
-    """All samples, shuffled: images of 1 x 8 x 8 between 0 and 1, and their labels."""
+    """Return all samples, shuffled: images of 1 x 8 x 8 between 0 and 1, and their labels."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
@@ -45,7 +45,7 @@ def test_samples(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def samples_of(partition: int, partitions: int, seed: int) -> tuple[Tensor, Tensor]:
-    """One client's own; the partitions are alike, and share no sample."""
+    """Return one client's own samples; the partitions are similar, and disjoint."""
     x, y = digits(seed)
     return x[TEST_SAMPLES + partition :: partitions], y[TEST_SAMPLES + partition :: partitions]
 
@@ -65,7 +65,7 @@ def train(
     learning_rate: float,
     halfway: Callable[[], None] = lambda: None,
 ) -> float:
-    """The mean loss over `steps` steps of SGD; `halfway` is called in their midst."""
+    """Return the mean loss over `steps` steps of SGD; `halfway` is called in the middle."""
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=0.9)
     total = 0.0
     with nullcontext():
@@ -87,6 +87,6 @@ def _endless(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, .
 
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Loss and accuracy."""
+    """Return loss and accuracy."""
     output = model(x)
     return loss_of(output, y).item(), (output.argmax(1) == y).float().mean().item()
