@@ -92,7 +92,7 @@ def _factors(outputs: Array, products: Array, targets: Array) -> Iterator[float]
 
     def error(f: float) -> float:
         by_sum, by_squares = z - f * h - y, zz - 2 * f * zh + f * f * hh - yy
-        return max(abs(by_sum) / math.sqrt(n * squares), abs(by_squares) / squares)
+        return float(max(abs(by_sum) / math.sqrt(n * squares), abs(by_squares) / squares))
 
     fitting = sorted((f for f in candidates if f > 0 and error(f) < EXACT), key=error)
     if fitting:

@@ -185,8 +185,7 @@ class TrainingLosses:
         logits = _logits_among(output)
         own_input = _first_tensor(arguments, named)
         batch = _batch_size(logits, own_input)
-        tracked = own_input is not None and not own_input.is_inference()
-        source = (weakref.ref(own_input), own_input._version) if tracked else None  # noqa: SLF001
+        source = None if own_input is None else _reference(own_input)
         # Whether a sample of it may belong to the first pass, or to the end of any.
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
@@ -397,6 +396,11 @@ def _obstacle(logits: Any) -> str | None:
 def _is_captured(logits: Tensor) -> bool:
     """Return whether this is the capture of a CUDA graph, whose tensors nobody may keep."""
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _reference(own_input: Tensor) -> _Batch | None:
+    """Return by what a batch is known again; None of tensors without a version."""
+    return None if own_input.is_inference() else (weakref.ref(own_input), own_input._version)  # noqa: SLF001
 
 
 def _batch_size(logits: Any, own_input: Tensor | None) -> int:
