@@ -20,6 +20,7 @@ class Measure:
 LABELLED = "`data` that yields (x, y), and `loss`"
 LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
 _CROSS_ENTROPY = "a classifier that trains by cross-entropy on one label per sample; `standard` or `deep`"
+_SQUARED_ERROR = "a regression that trains by a squared error, and `data` of two tensors; `standard` or `deep`"
 _OPTIMIZER = "a model that an optimiser of torch trains"
 
 TRAINING_MEASURES: tuple[Measure, ...] = (
@@ -108,6 +109,25 @@ TRAINING_MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure("train.confused_guess", "class", "What the model takes it for.", level=3, needs=_CROSS_ENTROPY, rare=True),
+    Measure(
+        "train.residual_mean",
+        "1",
+        "Prediction less target over the first pass, each as its step found it, on average.",
+        "mean of r = z − y",
+        needs=_SQUARED_ERROR,
+        rare=True,
+    ),
+    Measure(
+        "train.residual_std", "1", "Spread of these residuals.", "√ mean of (r − r̄)²", needs=_SQUARED_ERROR, rare=True
+    ),
+    Measure(
+        "train.residual_kurtosis",
+        "1",
+        "How heavy their tails are: 3 for a normal distribution, more with few large errors.",
+        "mean of (r − r̄)⁴ / std⁴",
+        needs=_SQUARED_ERROR,
+        rare=True,
+    ),
     Measure(
         "optimizer.learning_rate",
         "1",

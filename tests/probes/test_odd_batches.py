@@ -85,30 +85,31 @@ def test_batches_of_every_kind_are_read(data, caplog):
     assert all("several inputs" in event.message for event in abstained)
 
 
+# How many of gradient scale and training losses are measured: neither, the losses, both.
 OUTPUTS = {
-    "logits in a mapping": (lambda z: {"logits": z}, lambda o, y: functional.cross_entropy(o["logits"], y), True),
+    "logits in a mapping": (lambda z: {"logits": z}, lambda o, y: functional.cross_entropy(o["logits"], y), 2),
     "logits as an attribute": (
         lambda z: Output(loss=z.sum(), logits=z, hidden=None),
         lambda o, y: functional.cross_entropy(o.logits, y),
-        True,
+        2,
     ),
-    "a tuple": (lambda z: (z, z.sum(1)), lambda o, y: functional.cross_entropy(o[0], y), False),
+    "a tuple": (lambda z: (z, z.sum(1)), lambda o, y: functional.cross_entropy(o[0], y), 1),
     "a named tuple": (
         lambda z: Heads(z, z.sum(1)),
         lambda o, y: functional.cross_entropy(o.classes, y) + o.numbers.square().mean(),
-        False,
+        0,
     ),
 }
 
 
-@pytest.mark.parametrize(("shape", "loss", "scaled"), OUTPUTS.values(), ids=OUTPUTS)
-def test_outputs_of_every_kind_are_measured_or_left_out_with_the_reason(shape, loss, scaled, caplog):
+@pytest.mark.parametrize(("shape", "loss", "count"), OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_of_every_kind_are_measured_or_left_out_with_the_reason(shape, loss, count, caplog):
     model = Net(shape)
     monitor, sink = run(model, (X, Y), loss, lambda m: loss(m(X), Y))
     assert sink.metrics("fit.loss_before")
-    assert bool(sink.metrics("scale.gsc")) == scaled
-    assert len(sink.events("probe.abstains")) == (0 if scaled else 2)  # gradient scale, and training losses
-    assert bool(sink.metrics("train.loss_first")) == scaled
+    assert bool(sink.metrics("scale.gsc")) == (count > 1)
+    assert len(sink.events("probe.abstains")) == 2 - count
+    assert bool(sink.metrics("train.loss_first")) == (count > 0)
     assert not sink.events("monitor.error")
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "not all was judged" not in str(monitor.findings())

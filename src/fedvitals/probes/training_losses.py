@@ -6,6 +6,7 @@ loss (see `class_losses`). The table by class counts each sample once, as the re
 over the client's data, or all steps where `data` is unknown. A batch that is looked at again before the next one (SAM,
 LBFGS, two passes with dropout) is counted once. `train.loss_last` is of the last eighth of the last pass.
 
+Of a regression whose targets `data` has as a tensor, the moments of the residuals are measured instead (`residuals`).
 A single output per sample is that of two classes, whose logits are 0 and it, or probabilities after a sigmoid.
 
 At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
@@ -40,6 +41,7 @@ from fedvitals.probes.class_losses import (
     last_quota,
 )
 from fedvitals.probes.differentiate import logits_of
+from fedvitals.probes.residuals import ResidualSums, regression_targets, residual_metrics
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
 
@@ -82,7 +84,7 @@ class _Output:
 class MeasuredLosses:
     """What was summed over a client's training, on its way to the host. Raises UnsuitedError if it cannot be told."""
 
-    def __init__(self, totals: ClassTotals | None, model: type, reason: str | None) -> None:
+    def __init__(self, totals: ClassTotals | ResidualSums | None, model: type, reason: str | None) -> None:
         self.model = model
         self.numbers = None if totals is None or reason is not None else totals.numbers
         self._totals, self._reason = totals, reason
@@ -93,6 +95,8 @@ class MeasuredLosses:
             raise UnsuitedError(NOT_MEASURED + self._reason)
         if self._totals is None or numbers is None:
             return {}, None
+        if isinstance(self._totals, ResidualSums):
+            return residual_metrics(numbers), None
         sums = ClassSums(self._totals, numbers)
         if sums.is_odd:
             raise UnsuitedError(NOT_MEASURED + OTHER_LOSS)
@@ -122,6 +126,8 @@ class TrainingLosses:
         self._numbers = 0  # of these
         self._evaluated: deque[tuple[list[_Span], JudgedRows]] = deque()  # that may be of the last pass
         self._totals: ClassTotals | None = None
+        self._targets = regression_targets(view.data)
+        self._residuals: ResidualSums | None = None
         self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
         self._counted: _Batch | None = None  # the batch whose samples were counted last
         self._handle: Any = None
@@ -153,9 +159,10 @@ class TrainingLosses:
         if self._reason is None:
             self._evaluate()
             self._add_last()
-        if self._reason is None and steps and self._totals is None:
+        totals = self._totals or self._residuals
+        if self._reason is None and steps and totals is None:
             self._reason = NOT_SEEN
-        measured = MeasuredLosses(self._totals, self._model, self._reason)
+        measured = MeasuredLosses(totals, self._model, self._reason)
         self.remove()
         self.seconds += time.perf_counter() - began
         return measured
@@ -178,8 +185,7 @@ class TrainingLosses:
         logits = _logits_among(output)
         own_input = _first_tensor(arguments, named)
         batch = _batch_size(logits, own_input)
-        tracked = own_input is not None and not own_input.is_inference()
-        source = (weakref.ref(own_input), own_input._version) if tracked else None  # noqa: SLF001
+        source = None if own_input is None else _reference(own_input)
         # Whether a sample of it may belong to the first pass, or to the end of any.
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
@@ -276,6 +282,9 @@ class TrainingLosses:
         self._waiting, self._numbers = [], 0
         if not outputs:
             return
+        if self._targets is not None:
+            self._add_residuals(outputs, self._targets)
+            return
         known = [] if self._totals is None else [(self._totals.classes, self._totals.numbers.device)]
         if len({*known, *((max(z.shape[1], 2), z.device) for _, z, _ in outputs)}) > 1:
             self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
@@ -297,6 +306,14 @@ class TrainingLosses:
             totals.add_first(judged if first == len(logits) else judged.part(slice(first)))
         if self._total is not None:
             self._evaluated.append((spans, judged))
+
+    def _add_residuals(self, outputs: Sequence[tuple[_Output, Tensor, Tensor]], targets: Tensor) -> None:
+        """Add the samples of the first pass."""
+        for output, z, g in outputs:
+            rows = _rows_before([(output.first, output.samples, len(z))], self._total or 0)
+            if rows:
+                self._residuals = self._residuals or ResidualSums(targets, z.device)
+                self._residuals.add(z[:rows], g[:rows], z.numel())
 
     @torch.no_grad()
     def _add_last(self) -> None:
@@ -379,6 +396,11 @@ def _obstacle(logits: Any) -> str | None:
 def _is_captured(logits: Tensor) -> bool:
     """Return whether this is the capture of a CUDA graph, whose tensors nobody may keep."""
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _reference(own_input: Tensor) -> _Batch | None:
+    """Return by what a batch is known again; None of tensors without a version."""
+    return None if own_input.is_inference() else (weakref.ref(own_input), own_input._version)  # noqa: SLF001
 
 
 def _batch_size(logits: Any, own_input: Tensor | None) -> int:

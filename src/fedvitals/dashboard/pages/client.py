@@ -48,9 +48,10 @@ FACTS = (
     "samples", "update.samples", "steps", "steps.skipped", "label.entropy", "fit.samples", "fit.loss_before",
     "fit.loss_after", "fit.loss_p90", "fit.accuracy_before", "fit.accuracy_after", "fit.confusion",
     "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "train.loss_first", "train.loss_last",
-    "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "optimizer.learning_rate",
-    "optimizer.momentum", "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max",
-    "data.missing", "data.constant", "data.duplicates", "data.length", "throughput.samples", "update.staleness",
+    "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "train.residual_mean",
+    "train.residual_std", "train.residual_kurtosis", "optimizer.learning_rate", "optimizer.momentum",
+    "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max", "data.missing",
+    "data.constant", "data.duplicates", "data.length", "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
     "memory.growth",
 )  # fmt: skip
