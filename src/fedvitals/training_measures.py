@@ -275,7 +275,8 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         "share",
         "Of the device's peak, what the model's products need: model FLOP utilisation.",
         "tokens/s · (4 N + 2 N_trained) / peak, N weights without embeddings",
-        needs=f"{_TEXTS}; a GPU whose peak in half precision is known, or `FEDVITALS_PEAK_FLOPS=9.9e14`",
+        needs=f"{_TEXTS}; a GPU whose peak in half precision is known, or `FEDVITALS_PEAK_FLOPS=9.9e14`; no encoder "
+        "beside a decoder, no mixture of experts",
         rare=True,
     ),
     Measure(

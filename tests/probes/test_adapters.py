@@ -93,6 +93,14 @@ def test_a_pair_is_known_when_it_is_written_transposed(outputs):
     assert (pair.inputs, pair.outputs, scale_of(model, pair)) == (outputs, 20, 2.0)
 
 
+def test_a_pair_is_known_by_its_names_where_only_one_side_trains():
+    model = lora_model()
+    both = pairs_of(model)
+    for ends in (["lora_B.weight"], ["lora_A.weight"], ["0.lora_A.weight", "2.lora_B.weight"]):
+        assert pairs_of(only_trains(model, *ends)) == both
+    assert pairs_of(only_trains(model, "bias")) == ()  # an adapter that rests, beside what trains
+
+
 def test_what_only_looks_like_a_pair_is_none():
     two_layers = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 20))
     assert pairs_of(two_layers) == ()  # a bottleneck of the model's own: nothing is frozen beside it
@@ -334,6 +342,41 @@ def test_a_residual_in_the_frozen_weights_is_a_part_of_the_aggregation(tmp_path)
     measured = metrics_of(sink, "server", 1)
     assert "adapter.product_error" not in measured
     assert measured["adapter.effective_rank"] > 0
+
+
+def test_frozen_weights_that_are_averaged_as_well_are_no_residual(tmp_path):
+    changed = []
+
+    def average_all(model, states):
+        for layer in ("0", "2"):
+            weight = model[int(layer)].base_layer.weight
+            mean = 0.1 * weight + 0.2 * weight + 0.7 * weight  # of equal numbers, but for their rounding
+            changed.append(not torch.equal(weight, mean))
+            weight.copy_(mean)
+
+    sink, _ = watched(tmp_path, lora_model(), aggregate=average_all)
+    assert all(changed[:2])  # in round 0; a mean of means may change nothing more
+    assert metrics_of(sink, "server", 0)["adapter.product_error"] > 0
+
+
+@pytest.mark.parametrize(("ends", "exact"), [(["lora_B.weight"], True), (["lora_A.weight", "2.lora_B.weight"], False)])
+def test_a_pair_of_which_one_side_is_frozen_is_measured(tmp_path, ends, exact):
+    model = lora_model()
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.lora_B.weight.normal_(std=0.1)  # of zeros, an A alone would change no product
+    start = [(layer.lora_B.weight @ layer.lora_A.weight).detach() for layer in (model[0], model[2])]
+    sink, states = watched(tmp_path, only_trains(model, *ends))
+    products = [(layer.lora_B.weight @ layer.lora_A.weight).detach() for layer in (model[0], model[2])]
+    drift = 2.0 * float(torch.cat([(p - s).flatten() for p, s in zip(products, start, strict=True)]).norm())
+    measured = metrics_of(sink, "server", 1)
+    assert measured["adapter.drift"] == pytest.approx(drift, rel=1e-5)
+    assert measured["adapter.unmoved"] == 0
+    assert (measured["adapter.product_error"] < 1e-6) == exact  # linear in what trains, where the other side is fixed
+    client = 2.0 * states[1]["0.lora_B.weight"] @ states[1]["0.lora_A.weight"]
+    norms = sink.layers("update.adapters", node="c1", round=1).matrix[:, ADAPTER_COLUMNS.index("norm")]
+    assert norms[0] == pytest.approx(float(client.norm()), rel=1e-5)
+    assert metrics_of(sink, "c1", 1)["adapter.rank"] == 4
 
 
 def test_the_lab_measures_its_adapters_and_exact_aggregation_has_no_error(tmp_path):

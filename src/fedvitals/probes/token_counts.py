@@ -30,6 +30,9 @@ _LOG = logging.getLogger("fedvitals")
 IGNORED = -100  # the target of what is not learnt
 END_SHARE, MOST_PASSES = 8, 8  # perplexities are of the first and the last eighth of the passes, and of no more of them
 _TOKENS = (torch.int64, torch.int32)
+PENALISED = "ADALORA"  # of peft: the loss that it returns holds a penalty on A and B
+# Settings of models of which a token does not pass through all weights: decoders read other tokens, experts a part.
+UNEVEN = ("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts")
 
 PEAK = "FEDVITALS_PEAK_FLOPS"  # of the environment: operations a second of the device that a process trains on
 # Dense operations a second in half precision, by what the name of a GPU holds; the first that fits.
@@ -91,7 +94,7 @@ class TokenCounts:
         self._last: deque[tuple[Tensor, Tensor]] = deque(maxlen=MOST_PASSES)
         self._full: dict[int, int | Tensor] = {}  # by width: texts without padding
         self._masked = False
-        self._padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+        self._padding = self._setting("pad_token_id")
         self._handle: Any = None
         if can_be_hooked(model) and any(isinstance(module, nn.Embedding) for module in model.modules()):
             self._handle = model.register_forward_hook(Hook(self._count, failed), with_kwargs=True)
@@ -134,7 +137,13 @@ class TokenCounts:
         loss, labels = getattr(output, "loss", None), named.get("labels")
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and isinstance(labels, Tensor) and labels.dim() == 2):
             return
-        moved = getattr(self._model, "loss_type", None) != "ForMaskedLM"  # whether the next token is the target
+        if getattr(self._model, "peft_type", None) == PENALISED:
+            return
+        aside, weight = getattr(output, "aux_loss", None), getattr(self._model, "router_aux_loss_coef", None)
+        if isinstance(aside, Tensor) and isinstance(weight, float):  # of a mixture of experts, how they are used
+            loss = loss.detach() - weight * aside.detach().to(loss.device)
+        # Whether the next token is the target; a decoder beside an encoder gets its labels moved.
+        moved = not (getattr(self._model, "loss_type", None) == "ForMaskedLM" or self._setting("is_encoder_decoder"))
         targets = (labels[:, int(moved) :] != IGNORED).sum()
         items = named.get("num_items_in_batch") if _sums_over_items(self._model) else None
         own = loss.detach().float() * (targets if items is None else items), targets
@@ -159,19 +168,24 @@ class TokenCounts:
 
     def _is_vocabulary(self, classes: int) -> bool:
         """Return whether the model knows so many tokens: as its configuration says, else an embedding's rows."""
-        size = getattr(getattr(self._model, "config", None), "vocab_size", None)
+        size = self._setting("vocab_size")
         tables = (module for module in self._model.modules() if isinstance(module, nn.Embedding))
         return size == classes if isinstance(size, int) else any(t.num_embeddings == classes for t in tables)
 
+    def _setting(self, name: str) -> Any:
+        """Return what the model's configuration says; None where it does not."""
+        return getattr(getattr(self._model, "config", None), name, None)
+
     def _token_cost(self) -> float:
-        """Return the share of a device's peak that one token a second takes; 0 where the peak is not known.
+        """Return the share of a device's peak that one token a second takes; 0 where the peak is not known, or not all
+        tokens pass through all weights.
 
         A forward pass takes 2 operations for each weight of a product, a backward pass as many for the inputs, and as
         many again for weights that train. An embedding is looked up, unless the output layer shares it.
         """
         first = next(self._model.parameters(), None)
         peak = None if first is None else device_peak(first.device)
-        if peak is None:
+        if peak is None or any(self._setting(name) for name in UNEVEN):
             return 0.0
         products, tables = set[int](), set[int]()
         for module in self._model.modules():

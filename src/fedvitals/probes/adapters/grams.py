@@ -25,7 +25,7 @@ WEIGHED_NUMBERS = 1 << 18  # of each client, from which the weights of the mean 
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """The pairs of a model, and where A and B lie in its parameters as one vector."""
+    """The pairs of a model, and where A and B lie in its parameters as one vector; a frozen one has no place there."""
 
     pairs: tuple[AdapterPair, ...]
     places: Mapping[str, tuple[int, int]]  # by the name of a parameter: first and last number
@@ -68,12 +68,17 @@ class ClientStack:
         return self._pairs[name].rank
 
     def steps(self, name: str) -> tuple[Any, Any]:
-        """Return the clients' steps of A, [clients, r, in], and of B, [clients, r, out]."""
+        """Return the clients' steps of A, [clients, r, in], and of B, [clients, r, out]; zeros of a frozen one."""
         pair = self._pairs[name]
-        (first_a, last_a), (first_b, last_b) = self._places[pair.a], self._places[pair.b]
-        a = self._matrix[:, first_a:last_a].reshape(self.size, pair.rank, pair.inputs)
-        b = self._matrix[:, first_b:last_b].reshape(self.size, pair.outputs, pair.rank)
+        a, b = self._step(pair.a, pair.rank, pair.inputs), self._step(pair.b, pair.outputs, pair.rank)
         return a, b.swapaxes(1, 2)
+
+    def _step(self, name: str, rows: int, columns: int) -> Any:
+        if name not in self._places:
+            library = _library(self._matrix)
+            return library.broadcast_to(library.zeros_like(self._matrix[:, :1, None]), (self.size, rows, columns))
+        first, last = self._places[name]
+        return self._matrix[:, first:last].reshape(self.size, rows, columns)
 
 
 def local(values: Any) -> Any:

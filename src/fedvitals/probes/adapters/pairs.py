@@ -49,21 +49,26 @@ class AdapterPair:
 
 
 def find_pairs(trained: NamedShapes, frozen: NamedShapes = ()) -> tuple[AdapterPair, ...]:
-    """Return the low-rank pairs among named shapes, in the order of their A. `frozen`: what does not train."""
-    by_name = _by_names(dict(trained))
+    """Return the low-rank pairs among named shapes, in the order of what trains of them. `frozen`: what does not train.
+
+    One side of a pair may be frozen, if its name tells what it is: some train B alone, or A and B in turns.
+    """
+    by_name = _by_names(dict(trained), dict(frozen))
     used = {name for pair in by_name for name in (pair.a, pair.b)}
     by_shape = _by_shapes([(name, shape) for name, shape in trained if name not in used], frozen)
     order = {name: place for place, (name, _) in enumerate(trained)}
-    return tuple(sorted((*by_name, *by_shape), key=lambda pair: order[pair.a]))
+    return tuple(
+        sorted((*by_name, *by_shape), key=lambda pair: min(order.get(n, len(order)) for n in (pair.a, pair.b)))
+    )
 
 
-def _by_names(shapes: Mapping[str, Shape]) -> list[AdapterPair]:
-    pairs = []
+def _by_names(trained: Mapping[str, Shape], frozen: Mapping[str, Shape]) -> list[AdapterPair]:
+    pairs, shapes = [], {**frozen, **trained}
     for name, shape in shapes.items():
         parts = name.split(".")
         for place, part in enumerate(parts):
             other = ".".join([*parts[:place], _B_OF.get(part, ""), *parts[place + 1 :]])
-            if part not in _B_OF or other not in shapes:
+            if part not in _B_OF or other not in shapes or not {name, other} & trained.keys():
                 continue
             if any(own.startswith(".".join([*parts[:place], _DIAGONAL])) for own in shapes):
                 break

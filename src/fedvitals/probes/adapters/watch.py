@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The low-rank adapters of a run, round by round, at the server: what it sent, what came back, what it made of it.
 
-A and B of a client are those of the global model plus the client's update. Nothing is measured of a client whose
+A and B of a client are those of the global model plus the client's update; one that does not train is the global
+model's. Nothing is measured of a client whose
 update is not kept, whose layers are not known, or is not finite. A round's work is bounded by WORK multiplications:
 where there are more, the adapters take turns.
 """
@@ -13,7 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ from fedvitals.stats import ADAPTER_COLUMNS, ADAPTER_ROWS, DIRECTIONS, Array
 
 WORK = 2e9  # multiplications in a round; more adapters than that take turns
 SAMPLED = 64  # numbers of a frozen matrix, by which a change of it is noticed
+ROUNDED = 3e-6  # of their size: what a mean of equal numbers changes, where frozen weights travel as well
 SERVER = "server"
 _COLUMN = {name: place for place, name in enumerate(ADAPTER_COLUMNS)}
 
@@ -131,12 +133,14 @@ class AdapterWatch:
 
     def end_round(self, model: Any, trained: Sequence[tuple[str, Any]]) -> None:
         """Take the global model that the round made."""
-        if self._start is not None and {pair.a for pair in self._pairs} <= {name for name, _ in trained}:
+        if self._start is not None and self._start.values.keys() & {name for name, _ in trained}:
             self._new = self._copied(model, trained)
 
     def _copied(self, model: Any, trained: Sequence[tuple[str, Any]]) -> _Copy:
         wanted = {name for pair in self._pairs for name in (pair.a, pair.b)}
-        values = {name: _clone(p) for name, p in trained if name in wanted}
+        by_name = dict(trained)
+        factors = {name: by_name[name] if name in by_name else _named(model, name) for name in wanted}
+        values = {name: _clone(own) for name, own in factors.items() if own is not None}
         if self._pairs not in self._frozen:
             self._frozen[self._pairs] = [name for name, _ in _beside(model, self._pairs, wanted)]
         frozen = {name: _sample(own) for name in self._frozen[self._pairs] if (own := _named(model, name)) is not None}
@@ -149,22 +153,20 @@ class AdapterWatch:
                 continue
             self._known.add(table.digest)
             shapes = [(layer.name, tuple(layer.shape)) for layer in table.layers]
-            pairs = find_pairs(shapes) or self._like_global(dict(shapes))
+            pairs = find_pairs(shapes)
+            pairs += self._like_global(dict(shapes), {pair.name for pair in pairs})
             sizes = [math.prod(shape) for _, shape in shapes]
             ends = [*itertools.accumulate(sizes)]
             places = {name: (end - size, end) for (name, _), size, end in zip(shapes, sizes, ends, strict=True)}
             self._layouts[tuple(sizes)] = PairLayout(pairs, places)
 
-    def _like_global(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[AdapterPair, ...]:
-        """Return the global model's pairs, with the ranks that these layers have: names that tell nothing by
-        themselves.
+    def _like_global(self, shapes: Mapping[str, tuple[int, ...]], known: set[str]) -> tuple[AdapterPair, ...]:
+        """Return the global model's other pairs, with the ranks that these layers have: of names that tell nothing by
+        themselves, and those of which one side is frozen.
         """
-        own = [
-            AdapterPair(p.name, p.a, p.b, shapes[p.a][0], p.inputs, p.outputs)
-            for p in self._pairs
-            if p.a in shapes and p.b in shapes
-        ]
-        return tuple(own) if len(own) == len(self._pairs) else ()
+        pairs = [pair for pair in self._pairs if pair.name not in known]
+        ranks = [shapes[p.a][0] if p.a in shapes else shapes[p.b][1] if p.b in shapes else None for p in pairs]
+        return tuple(replace(pair, rank=rank) for pair, rank in zip(pairs, ranks, strict=True) if rank is not None)
 
     def close_round(self, updates: Sequence[KeptUpdate]) -> list[tuple[str, Results]]:
         """Return what is known of the adapters after the round, of the server and of each client, by node."""
@@ -260,7 +262,10 @@ def _has_product(grams: Grams) -> bool:
 
 def _differ(start: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether a frozen matrix has changed: then the adapters alone are not the whole of the aggregation."""
-    return start.keys() != new.keys() or not _same(_joined(start), _joined(new))
+    if start.keys() != new.keys():
+        return True
+    old, now = local(_joined(start)), local(_joined(new))
+    return not (old.shape == now.shape and float(((now - old) ** 2).sum()) <= ROUNDED**2 * float((old**2).sum()))
 
 
 def _joined(samples: Mapping[str, Any]) -> Any:
