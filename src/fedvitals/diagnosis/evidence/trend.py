@@ -131,6 +131,7 @@ class EvidenceTrend:
         # Samples that the received model classified right, as many as it usually does, and all of them, since there is
         # evidence against a client; and the first two of before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
+        self._classified_in_training = False  # whether clients were seen to train on a label per sample
         self._has_classes = False  # whether clients are known to have classes, not numbers to predict
         self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
         self.round: int | None = None
@@ -257,8 +258,10 @@ class EvidenceTrend:
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
         classes = len(label_counts(history, round_index).labels)
         self._chance = 1 / classes if classes > 1 else 0.0
-        known = math.isfinite(self.accuracy) and not predicts_texts(history, round_index)
-        self._has_classes = classes > 0 or known
+        # Where no data are given, the training itself tells: only one with a label per sample has this.
+        self._classified_in_training |= bool(history.latest("train.accuracy", round_index))
+        known = math.isfinite(self.accuracy) or self._classified_in_training
+        self._has_classes = classes > 0 or (known and not predicts_texts(history, round_index))
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -336,7 +339,8 @@ class EvidenceTrend:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         excluded = self._excluded.get(node, frozenset())
         before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
-        if honest and not any(before) and self.views["server"].total(node) < CLEARED * self.limits["server"]:
+        needed = min(CLEARED * self.limits["server"], CAP)  # no sum is larger
+        if honest and not any(before) and self.views["server"].total(node) < needed:
             return before
         if honest and fired != ["server"] and (any(before) or "server" not in fired):
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
