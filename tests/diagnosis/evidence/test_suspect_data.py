@@ -13,12 +13,15 @@ from fedvitals.records import Event, Where
 CLASSES, CLIENTS = 5, 10
 
 
-def described(node, round_index, renamed=()):
-    """The event by which a client describes its data; `renamed`: pairs of a class and the label that it gets."""
+def described(node, round_index, renamed=(), stuck=0, samples=400, shift=0.0):
+    """The event by which a client describes its data; `renamed`: pairs of a class and the label that it gets; `stuck`:
+    how many of its twelve features have one value; `shift`: what is added to all of them.
+    """
     stream = np.random.default_rng(node)
     centres = np.random.default_rng(99).normal(size=(CLASSES, 12)) * 1.5
-    y = stream.integers(0, CLASSES, 400)
-    x = centres[y] + stream.normal(size=(400, 12))
+    y = stream.integers(0, CLASSES, samples)
+    x = centres[y] + stream.normal(size=(samples, 12)) + shift
+    x[:, :stuck] = 2.0
     y = np.select([y == old for old, _ in renamed], [new for _, new in renamed], y) if renamed else y
     name, text, data = describe(torch.tensor(x).float(), torch.tensor(y), len(y)).remark(0)
     return Event(Where("by hand", round_index, f"c{node}"), float(round_index), "info", name, text, data)
@@ -47,3 +50,18 @@ def test_data_that_were_usual_are_not_suspect_because_others_changed():
 def test_a_client_that_changes_its_own_labels_is_suspect_although_it_was_usual():
     events = [*(described(node, 0) for node in range(CLIENTS)), described(4, 2, ((3, 1),))]
     assert suspects(events, 3) == {"c4": "label_flip"}
+
+
+def test_features_that_do_not_vary_are_found_at_the_beginning_and_later():
+    others = [described(node, 0) for node in range(CLIENTS) if node != 4]
+    assert suspects([*others, described(4, 0, stuck=4)], 1) == {"c4": "input_constant"}
+    assert suspects([*others, described(4, 0), described(4, 2, stuck=4)], 3) == {"c4": "input_constant"}
+    assert suspects([*others, described(4, 0, stuck=2)], 1) == {}  # a sixth of the features
+    assert suspects([*others, described(4, 0, shift=3.0)], 1) == {}  # other inputs, which vary as the others' do
+
+
+def test_clients_whose_features_do_not_vary_are_no_fault_where_they_are_many_or_have_few_samples():
+    many = [described(node, 0, stuck=4 if node < 4 else 0) for node in range(CLIENTS)]
+    assert suspects(many, 1) == {}
+    others = [described(node, 0) for node in range(CLIENTS) if node != 4]
+    assert suspects([*others, described(4, 0, stuck=4, samples=100)], 1) == {}

@@ -24,9 +24,8 @@ WORSE = 1.15  # times the others' loss, above which a group is badly served
 
 
 def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE: a client whose samples differ from its peers', or changed.
-
-    Only in a way that such a fault explains.
+    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE, UNUSUAL_CLIENT (features that do not vary): a client whose
+    samples differ from its peers', or changed, in a way that such a fault explains.
     """
     relations = exact_relations(history, round_index)
     for node, suspect in examine_data(history, round_index).suspects.items():
@@ -70,6 +69,10 @@ def group_with_other_inputs(history: History, round_index: int) -> Iterator[Find
 
 
 def _in_words(node: Node, suspect: DataSuspect) -> str:
+    if suspect.kind == "input_constant":
+        share = f"{100 * suspect.sketch.scalars['constant']:.0f} % of the features of {node}"
+        compared = "far more than before" if suspect.deviation is None else "far more than of the other clients"
+        return f"{share} always have the same value, {compared}: a dead sensor, or a column that nobody fills."
     if suspect.change is not None:
         return f"Since round {suspect.since}, {_change_in_words(node, suspect.change)}."
     return f"{_deviation_in_words(node, suspect.kind, suspect.deviation)}."
@@ -120,6 +123,8 @@ def _numbers(suspect: DataSuspect) -> list[Number]:
             return [Number("labels changed", change.moved, 0.0, of="own past")]
         wrong = math.nan if deviation is None else deviation.share if suspect.kind == "label_flip" else deviation.rate
         return [Number("share of wrong labels", wrong, 0.0)]
+    if suspect.kind == "input_constant":
+        return [Number("data.constant", suspect.sketch.scalars["constant"])]
     ratio = change.moved if change is not None else deviation.spread_ratio if deviation is not None else math.nan
     usual = spread / ratio if ratio > 0 else None
     score = None if deviation is None else deviation.spread_score
@@ -127,9 +132,10 @@ def _numbers(suspect: DataSuspect) -> list[Number]:
 
 
 def _causes(suspect: DataSuspect) -> list[list[object]]:
-    others = {"label": ("label_noise", "label_flip"), "input": ("input_noise", "input_scale")}
-    family = next(kinds for prefix, kinds in others.items() if suspect.kind.startswith(prefix))
-    return [[suspect.kind, NAMED], *([kind, round(1 - NAMED, 2)] for kind in family if kind != suspect.kind)]
+    families = {"label": ("label_noise", "label_flip"), "input": ("input_noise", "input_scale")}
+    family = next(kinds for prefix, kinds in families.items() if suspect.kind.startswith(prefix))
+    others = [kind for kind in family if kind != suspect.kind]
+    return [[suspect.kind, NAMED], *([kind, round((1 - NAMED) / len(others), 3)] for kind in others)]
 
 
 DETECTORS: tuple[Detector, ...] = (wrong_data, group_with_other_inputs)

@@ -50,6 +50,10 @@ class DataSketches:
         """Return what changed in a client's data; None if nothing did, or it is unknown."""
         return self._own[node].change if node in self._own else None
 
+    def before(self, node: Node) -> DataSketch | None:
+        """Return what a client had before its data changed; None if they did not, or it is not known."""
+        return self._own[node].reference if node in self._own else None
+
     def labels_unchanged_since(self, node: Node, round_index: int) -> bool:
         """Return whether a client's labels are known to be the same as before a round.
 

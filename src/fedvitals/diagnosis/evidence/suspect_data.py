@@ -16,6 +16,7 @@ from fedvitals.data_change import DataChange, DataSketch
 from fedvitals.diagnosis.evidence.attendance import clients_of
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation, compare_data
 from fedvitals.diagnosis.evidence.described_data import DataSketches, data_sketches
+from fedvitals.diagnosis.evidence.fault_kinds import INPUT_FAULTS
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 
@@ -31,6 +32,7 @@ SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may ha
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
 SHIFT_LIMIT = 60.0  # log-likelihood ratio above which inputs differ, whatever the labels
 SHIFT_OF_OTHERS = 3.0  # times that of the usual client, added to that limit
+CONSTANT = 0.2  # share of features; the share that do not vary must exceed the peers', or the earlier one, by more
 WITHIN = 0.4  # of the variance that noise adds to inputs, the share that must be visible within classes
 NEAR_FLIP = 9.6  # a log-likelihood ratio that is unusual, but not enough for an accusation
 MANY = 0.3  # of all clients: if more than this stand out, they are another population
@@ -122,6 +124,14 @@ def judge_data(
         elif suspect is not None:
             suspects[node] = suspect
     known = max(len(deviations), len(present))
+    otherwise = {*shifted, *(node for node, own in suspects.items() if own.kind in INPUT_FAULTS)}
+    constant = {node for node in otherwise if _is_constant(sketches, node, otherwise, deviations)}
+    if len(constant) <= max(1, MANY * known):
+        for node in constant:
+            change = changes.get(node)
+            since = sketches.newest[node].round if change is None else change.since
+            suspects[node] = DataSuspect("input_constant", since, sketches.newest[node], change, deviations.get(node))
+        shifted = [node for node in shifted if node not in constant]
     many = _another_population(suspects, deviations, known)
     group = tuple(shifted) if GROUP <= len(shifted) <= MOST_OF_GROUP * known and not many else ()
     unusual = {*suspects, *shifted}
@@ -157,6 +167,23 @@ def _compared(history: History, sketches: DataSketches, present: list[Node]) -> 
     if compared.key != key:
         compared.key, compared.deviations = key, compare_data({node: sketches.newest[node] for node in nodes})
     return compared
+
+
+def _is_constant(
+    sketches: DataSketches, node: Node, otherwise: Collection[Node], deviations: Mapping[Node, DataDeviation]
+) -> bool:
+    """Return whether far more features of a client whose inputs look otherwise have one and the same value than of the
+    peers, or than of its own before: a dead sensor, a dropped channel, a column that nobody fills.
+
+    Few samples vary in few features: a client with fewer than all of its peers is compared with its own past only.
+    """
+    own, before = sketches.newest[node], sketches.before(node)
+    share = own.scalars.get("constant", 0.0) - CONSTANT
+    if before is not None and share > before.scalars.get("constant", 0.0):
+        return True
+    peers = [sketches.newest[other] for other in deviations if other not in otherwise]
+    few = not peers or own.samples < min(peer.samples for peer in peers)
+    return not few and share > max(peer.scalars.get("constant", 0.0) for peer in peers)
 
 
 def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:

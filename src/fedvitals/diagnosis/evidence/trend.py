@@ -132,6 +132,7 @@ class EvidenceTrend:
         # Counts since there has been evidence against a client: samples that the received model classified correctly,
         # the usual number, and all of them; and the first two from before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
+        self._classified_in_training = False  # whether clients were seen to train on a label per sample
         self._has_classes = False  # whether clients are known to have classes rather than regression targets
         self._chance = 0.0  # accuracy of a blind guess; 0 if the classes are unknown
         self.round: int | None = None
@@ -260,8 +261,10 @@ class EvidenceTrend:
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
         classes = len(label_counts(history, round_index).labels)
         self._chance = 1 / classes if classes > 1 else 0.0
-        known = math.isfinite(self.accuracy) and not predicts_texts(history, round_index)
-        self._has_classes = classes > 0 or known
+        # Where no data are given, the training itself tells: only one with a label per sample has this.
+        self._classified_in_training |= bool(history.latest("train.accuracy", round_index))
+        known = math.isfinite(self.accuracy) or self._classified_in_training
+        self._has_classes = classes > 0 or (known and not predicts_texts(history, round_index))
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -341,7 +344,8 @@ class EvidenceTrend:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         excluded = self._excluded.get(node, frozenset())
         before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
-        if honest and not any(before) and self.views["server"].total(node) < CLEARED * self.limits["server"]:
+        needed = min(CLEARED * self.limits["server"], CAP)  # no sum is larger
+        if honest and not any(before) and self.views["server"].total(node) < needed:
             return before
         if honest and fired != ["server"] and (any(before) or "server" not in fired):
             # It sent what it trained, so the fault is in the training. (The server's view does not rely on telemetry.)

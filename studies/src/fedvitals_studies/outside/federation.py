@@ -98,7 +98,7 @@ def federate(setting: Setting) -> tuple[list[Any], list[str], float]:
                     sent = {c: {n: state[n] - past[-1][n] for n in names} for c, state in states.items()}
                     monitor.updates(round_index, sent)
                 model.load_state_dict(_average(states, past[-1]))
-                monitor.log(accuracy=_quality(model, task, held))
+                monitor.log({"accuracy" if task.classes else "r2": _quality(model, task, held)})
         findings = monitor.findings()
     return findings, culprits, _quality(model, task, held)
 
