@@ -186,9 +186,7 @@ def test_notes_and_what_is_over_never_make_a_run_ill():
     assert "c7" not in note.headline + note.detail  # nobody is named for a note, unasked
     over = verdict(label_noise(number=9))
     assert over.state == "watch"
-    assert over.headline == (
-        "Nothing serious now. Seen in rounds 5 to 9: c7 seems to have wrong labels (96 %)"
-    )
+    assert over.headline == ("Nothing serious now. Seen in rounds 5 to 9: c7 seems to have wrong labels (96 %)")
     assert verdict(label_noise(number=9, severity="note")).state == "healthy"
 
 

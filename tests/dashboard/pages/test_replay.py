@@ -68,7 +68,7 @@ def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     page.locator("#whatif .said", has_text="by median").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("link", name=f"← round {LAST - 1}").click()
-    page.locator("#whatif .said", has_text="That cannot be told at once").wait_for()
+    page.locator("#whatif .said", has_text="That cannot be computed at once").wait_for()
     assert f"goto {LAST - 1}; whatif drop {NOISY} and aggregator median" in page.locator("#whatif").inner_text()
 
 

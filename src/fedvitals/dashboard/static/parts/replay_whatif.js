@@ -42,7 +42,7 @@ export function whatIfPanel(ctx, cohort) {
     picture.hidden = !answer.ready || answer.layers.every((one) => one.apart === null);
     fill(way, !answer.ready && [h("p", { class: "small muted", text: "This computes what is missing, and goes on to the metrics:" }), command(answer.command)]);
     if (!answer.ready) {
-      said.textContent = `That cannot be told at once. ${answer.why}`;
+      said.textContent = `That cannot be computed at once. ${answer.why}`;
       notes.textContent = "";
       return;
     }
