@@ -227,6 +227,15 @@ def test_an_exact_finding_makes_a_run_ill_in_its_first_round():
     assert told.state == "ill"
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "words"),
+    [(0.37, "Accuracy fell from 66 % to 37 %."), (0.63, "Accuracy 63 %."), (0.9, "Accuracy 90 %.")],
+)
+def test_the_detail_tells_what_the_model_has_lost_since(accuracy, words):
+    facts = dataclasses.replace(FACTS, accuracy=accuracy, accuracies=((4, 0.66), (5, 0.6), (39, accuracy)))
+    assert verdict(label_noise(), facts=facts).detail == words
+
+
 def test_the_detail_tells_shares_and_what_was_done_and_invents_nothing():
     facts = dataclasses.replace(FACTS, samples={"c7": 50.0, "c1": 150.0, "c2": 800.0})
     assert verdict(label_noise(), facts=facts).detail == "Accuracy 87 %. c7 holds 5 % of the data."
