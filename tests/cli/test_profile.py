@@ -215,11 +215,11 @@ def test_a_run_that_told_of_no_transfer(tmp_path, capsys, telemetry):
         told.add(Transfer(Where("r1", 0, "c0"), told.at, "c0", "server", telemetry, telemetry, None, "telemetry"))
     path = stored(tmp_path / "runs.db", told)
     out = shown_of(capsys, path, "quiet", "--target", "3")
-    assert "Traffic  no model and no update was told of" in out
+    assert "Traffic  no models and updates were recorded" in out
     assert "by layer" not in out
     assert "1e+02" not in out
     assert ("26.6 kB  fedvitals' own" in out) == bool(telemetry)
-    assert "Bandwidth  not known which one a target needs: no transfer was told." in out
+    assert "Bandwidth  not known which one a target needs: no transfers were recorded." in out
     assert "Bandwidth" not in shown_of(capsys, path, "quiet")
 
 

@@ -42,8 +42,9 @@ def test_the_page_has_spectrum_errors_and_the_clients_parts(store):
             adapters_page(reader, run, "no such layer")
     assert (page.layers, page.layer, page.round) == (("0", "2"), None, 2)
     assert (page.effective_rank.rows, page.effective_rank.columns) == (("0", "2"), (0, 1, 2))
-    assert page.spectrum.rows == tuple(str(k) for k in range(1, 17))
+    assert page.spectrum.rows == ("1", "2", "3", "4")  # no rank is above four: the other directions hold nothing
     assert page.contributions.rows == ("c0", "c1", "c2", "c3")
+    assert page.contributions.columns == (1, 2, 3, 4)
     assert [curve.name for curve in page.errors] == ["adapter.product_error", "adapter.product_error_by_rank"]
     assert [curve.rounds for curve in page.energies] == [(0, 1, 2), (0, 1, 2)]
     assert (one.layer, one.round) == ("2", 0)
@@ -85,6 +86,12 @@ def test_the_page_is_drawn(store, page):
     with serve(store) as url:
         ready(page, f"{url}/runs/{run}/adapters", "adapters")
         assert "energy by singular direction" in page.locator("main").inner_text()
+        parts = page.locator("figure", has_text="each client’s part in a direction")
+        strip = parts.locator(".chart-strip span")
+        assert all(text.endswith("%") for text in strip.all_inner_texts() if text)
+        parts.locator("[role=application]").focus()
+        page.keyboard.press("ArrowRight")
+        assert "directions 1 to 4" in parts.locator("[role=application]").get_attribute("aria-label")
         assert page.locator("nav.pages a[aria-current]").inner_text() == "adapters"
         assert judge(page) == []
         page.goto("about:blank")

@@ -62,6 +62,6 @@ def test_a_clients_page_shows_what_its_finding_rests_on(page, tmp_path):
         ready(page, f"{url}/runs/{RUN}/clients/c2", "client")
         first = page.locator(".sign-grid > div").first
         assert first.get_attribute("data-sign") == "update.norm"
-        first.get_by_text("its finding rests on this").wait_for()
+        first.get_by_text("evidence of its finding").wait_for()
         page.locator(".evidence .chart-title", has_text="update norm").wait_for()
         assert "Next step:" in page.locator(".verdict").inner_text()

@@ -11,12 +11,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
+from fedvitals.diagnosis.cases import cases
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.issues.table import measured_rates
 from fedvitals.records import Action, Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Suspect, Where
 from fedvitals.stats import STATISTICS
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.cases import case_key, cases_of
+from fedvitals.views.findings import number_row
 from support.dashboard_server import TOKEN, WRITE, enter, judge, needs_browser, ready, serve
 
 RUN = "20260101-000000-ill"
@@ -189,6 +191,22 @@ def test_one_finding_in_full(asking, store):
     assert plots["fit.loss_before"]["lines"][0]["values"][-1] == pytest.approx(1.2)
     assert plots["fit.loss_before"]["band"]["max"][-1] < 0.4  # its peers, without itself
     assert plots["evidence"]["threshold"]["value"] == 6.5
+
+
+@pytest.mark.parametrize(
+    ("issue", "name", "title", "unit"),
+    [
+        ("LABEL_NOISE", "labels changed", "labels changed", "share"),
+        ("LABEL_NOISE", "share of wrong labels", "share of wrong labels", "share"),
+        ("MISSING_CLASSES", "classes missing", "classes missing", ""),  # no «3 nats», though entropy shows them best
+        ("LABEL_NOISE", "fit.accuracy_before", "accuracy before local training", "share"),
+    ],
+)
+def test_a_number_of_a_finding_has_the_unit_of_its_name(issue, name, title, unit):
+    detected = finding(issue, 5, "so it is", confidence=0.9, node="c7", numbers=[Number(name, 0.39, 0.0)])
+    (case,) = cases([detected], {None: range(6)})
+    row = number_row(case.newest.evidence["numbers"][0], case)
+    assert (row.title, row.unit, row.raw_value) == (title, unit, 0.39)
 
 
 def test_an_error_comes_with_its_traceback(asking, store):

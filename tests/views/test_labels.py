@@ -115,7 +115,7 @@ def test_answers_have_the_label_beside_the_id(store):
     assert rows == {ILL: "partition 12", OTHER: "partition 1", MUTE: "", LIAR: ""}
     assert [row["name"] for row in get("clients", search="Partition 12")["rows"]] == [ILL]
     overview = get("overview")
-    assert overview["verdict"]["headline"].startswith(f"{ILL} (partition 12) sends updates")
+    assert overview["verdict"]["headline"].startswith(f"{ILL} (partition 12) seems to have wrong labels")
     assert [(one["node"], one["label"]) for one in overview["suspects"]] == [(ILL, "partition 12")]
     (case,) = get("findings")["cases"]
     assert (case["node"], case["label"], case["place"]) == (ILL, "partition 12", f"{ILL} (partition 12)")

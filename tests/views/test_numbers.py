@@ -36,6 +36,28 @@ def test_what_is_no_number_is_said_so(value, wanted):
     assert units.with_unit(value, "seconds") == wanted
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "wanted"), [(1, "cases", "1"), (0, "cases", "0"), (14, "rounds", "14"), (None, "rounds", "never")]
+)
+def test_what_a_comparison_counts_is_named_by_its_row(value, unit, wanted):
+    assert units.compared(value, unit) == wanted
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_dashboard_counts_places(page: Any):
+    with gallery_served() as gallery:
+        page.goto(gallery)
+        written = page.evaluate(
+            """async (places) => {
+              const { ordinal } = await import("/static/format.js");
+              return places.map(ordinal);
+            }""",
+            [1, 2, 3, 4, 11, 12, 13, 21, 102, 111],
+        )
+    assert written == ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th"]
+
+
 @pytest.mark.browser
 @needs_browser
 def test_the_dashboard_writes_them_so(page: Any):

@@ -186,9 +186,7 @@ def test_notes_and_what_is_over_never_make_a_run_ill():
     assert "c7" not in note.headline + note.detail  # nobody is named for a note, unasked
     over = verdict(label_noise(number=9))
     assert over.state == "watch"
-    assert over.headline == (
-        "Nothing serious now. Seen in rounds 5 to 9: c7 seems to have wrong labels (96 %)"
-    )
+    assert over.headline == ("Nothing serious now. Seen in rounds 5 to 9: c7 seems to have wrong labels (96 %)")
     assert verdict(label_noise(number=9, severity="note")).state == "healthy"
 
 
@@ -227,6 +225,15 @@ def test_no_verdict_yet_is_a_state_of_its_own(change, state, words):
 def test_an_exact_finding_makes_a_run_ill_in_its_first_round():
     told = verdict(label_noise("NAN_UPDATE", 0, 1.0, since=0), facts=dataclasses.replace(FACTS, rounds=1), rounds=1)
     assert told.state == "ill"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "words"),
+    [(0.37, "Accuracy fell from 66 % to 37 %."), (0.63, "Accuracy 63 %."), (0.9, "Accuracy 90 %.")],
+)
+def test_the_detail_tells_what_the_model_has_lost_since(accuracy, words):
+    facts = dataclasses.replace(FACTS, accuracy=accuracy, accuracies=((4, 0.66), (5, 0.6), (39, accuracy)))
+    assert verdict(label_noise(), facts=facts).detail == words
 
 
 def test_the_detail_tells_shares_and_what_was_done_and_invents_nothing():

@@ -58,7 +58,7 @@ def adapters(run: Which, layer: str | None = None, round_index: int | None = Non
     spectrum, ranks, errors, parts = grid[:, 0]
     which = words(layer, 40) if layer else f"mean over {len(page.layers)} adapters"
     _draw_grid(spectrum, page.spectrum, "energy by direction", f"{which}; bright: all", (0.0, 1.0))
-    _draw_curves(ranks, page.ranks, "rank that is used", "directions")
+    _draw_curves(ranks, page.ranks, "rank in use", "directions")
     _draw_curves(errors, (*page.errors, *page.energies), "error of B A, energy in the upper directions", "share")
     for axes in (spectrum, ranks, errors):
         round_axis(axes, _rounds(page), label=axes is errors)

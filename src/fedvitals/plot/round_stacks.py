@@ -88,7 +88,9 @@ def traffic(run: Which, *, store: Target = None) -> Figure:
 def draw_traffic(run_traffic: Traffic) -> Figure:
     moved = [own for own in run_traffic.rounds if own.bytes or own.telemetry_bytes]
     if not moved:
-        return canvas.nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
+        return canvas.nothing(
+            "No transfers were recorded.", "`monitor.transfer(...)` records them; the lab does so by itself."
+        )
     figure, axes = canvas.panel(2.0)
     rounds = np.array([own.round for own in moved])
     below = np.zeros(len(moved))

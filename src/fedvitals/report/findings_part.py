@@ -50,18 +50,25 @@ def verdict_card(verdict: Verdict) -> Card:
         blocks.append(Text(f"**Next step:** {literal(verdict.next_step)}"))
     if verdict.detail:
         blocks.append(Text(literal(verdict.detail)))
-    return Card(f"verdict {verdict.state}", tuple(blocks))
+    tone = verdict.severity if verdict.state == "ill" and verdict.severity else verdict.state
+    return Card(f"verdict {tone}", tuple(blocks))
 
 
 def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile, run: str) -> list[Block]:
-    """Return what to do next, in order: about open findings, then about time, then where to look closer."""
+    """Return what to do next, in order: about open findings, then about time, then where to look closer.
+
+    Consequences of another finding need nothing of their own, and nobody speeds up rounds of a model that is lost.
+    """
     points: list[str] = []
     open_ = [finding for finding in full if finding.case.still_there and not finding.case.muted]
-    urgent = [finding for finding in open_ if finding.case.now != "note" and finding.remedies][:ADVICE]
+    urgent = [
+        finding for finding in open_ if finding.case.now != "note" and finding.remedies and finding.case.follows is None
+    ][:ADVICE]
     points += [
-        f"**{literal(finding.case.place)}** ({literal(finding.case.title)}): {finding.remedies[0]}"
+        f"**{literal(finding.case.place)}** ({literal(finding.case.title)}): {_first_step(finding, findings.verdict)}"
         for finding in urgent
     ]
+    in_danger = any(finding.case.severity == "critical" for finding in urgent)
     cards = [finding.case for finding in open_]
     notes = [f"{literal(card.place)} ({literal(card.sure)})" for card in cards if card.now == "note"]
     if notes:
@@ -70,7 +77,7 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
         points.append(
             f"{literal(findings.verdict.headline)} The command below lets the detectors look at what is stored."
         )
-    for remedy in [remedy for remedy in profile.remedies if remedy.share >= SAVING][:2]:
+    for remedy in [remedy for remedy in profile.remedies if remedy.share >= SAVING and not in_danger][:2]:
         gain = f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}"
         points.append(
             f"**{literal(remedy.name)}**: a round would take {seconds(remedy.after)} instead of "
@@ -82,6 +89,11 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
     first = f"fedvitals {verb} {run}{' --all' if verb == 'findings' else ''}"
     commands = Code((first, f"fedvitals profile {run}", "fedvitals ui"))
     return [Heading(2, "What to do"), Points(tuple(points), numbered=len(points) > 1), commands]
+
+
+def _first_step(finding: FullFinding, verdict: Verdict) -> str:
+    """Return what to do first about a finding: what the verdict says, where it speaks of this one."""
+    return literal(verdict.next_step) if finding.case.key == verdict.key and verdict.next_step else finding.remedies[0]
 
 
 @dataclass(frozen=True, slots=True)

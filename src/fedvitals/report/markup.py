@@ -317,7 +317,11 @@ h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.3rem;margin-top:3rem;border-
 h3{font-size:1rem;margin:2rem 0 .5rem}h4,h5{font-size:.95rem;margin:1rem 0 .25rem}
 a{color:inherit}figure{margin:1rem 0}figure svg{display:block;width:100%;min-width:40rem;height:auto;max-width:52rem}
 figcaption{color:var(--ink-2);font-size:13px}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;line-height:1.4}
+.wide{overflow-x:auto;background:linear-gradient(90deg,var(--paper) 40%,transparent) 0/2rem 100% no-repeat local,
+linear-gradient(270deg,var(--paper) 40%,transparent) 100%/2rem 100% no-repeat local,
+linear-gradient(90deg,var(--line),transparent) 0/.75rem 100% no-repeat scroll,
+linear-gradient(270deg,var(--line),transparent) 100%/.75rem 100% no-repeat scroll}
+table{border-collapse:collapse;font-size:13px;line-height:1.4}
 caption{text-align:left;font-weight:600;padding:1rem 0 .25rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--line)}
 td,th{overflow-wrap:break-word;max-width:28rem}th.num,td.num{text-align:right;white-space:nowrap}
@@ -327,7 +331,7 @@ pre{border:1px solid var(--line);padding:.5rem .75rem;overflow-x:auto;white-spac
 nav ol{columns:2;font-size:13px;list-style:none;padding:0}nav .level-3{padding-left:1rem}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(15rem,1fr));gap:.5rem 1.5rem;margin:1rem 0;font-size:14px}
 dt{color:var(--ink-2);font-size:13px}dd{margin:0}
-summary{cursor:pointer}summary h3,summary h4{display:inline-block;margin:.5rem 0}
+summary{cursor:pointer}summary h3,summary h4{display:inline;line-height:2.2}
 details{border-top:1px solid var(--line)}.card details{border-top:0}
 .card{border-left:3px solid var(--line);padding:0 0 0 1rem;margin:1.5rem 0}.card h3{margin-top:0}
 .verdict{border-left-width:6px}.verdict .lead{margin:.25rem 0;font-weight:600}
@@ -341,7 +345,8 @@ h2{margin-top:1.75rem}h3{margin:1.25rem 0 .25rem}h2,h3,h4,h5,caption,thead{break
 table,code,pre,figcaption,dt,nav ol,.quiet,footer{font-size:8.5pt}dl{font-size:9.5pt;gap:.25rem 1.5rem}
 figure{margin:.5rem 0}figure svg{min-width:0;max-width:none}
 figure,tr,pre,dl>div,.verdict,table.short{break-inside:avoid}thead{display:table-header-group}
-summary{list-style:none}.card{padding-left:.6rem;margin:.75rem 0}.wide{overflow:visible}a{text-decoration:none}}
+summary{list-style:none}.card{padding-left:.6rem;margin:.75rem 0}.wide{overflow:visible;background:none}
+a{text-decoration:none}}
 """
 
 PAGE = (

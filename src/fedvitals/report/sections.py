@@ -197,7 +197,12 @@ def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) ->
         blocks.append(Text(f"{size(profile.traffic.bytes)} on the wire: {both}."))
         blocks.append(pictures.of("traffic", "bytes of each round, up and down", lambda: draw_traffic(profile.traffic)))
     else:
-        blocks.append(Text("No transfer was told: `monitor.transfer(...)` does, and the lab by itself.", "quiet"))
+        blocks.append(
+            Text(
+                "No transfers were recorded: `monitor.transfer(...)` does that, and the lab by itself.",
+                "quiet",
+            )
+        )
     return Folded("Time, memory and bytes", tuple(blocks))
 
 
@@ -310,7 +315,9 @@ def configuration_part(card: HealthCard) -> Folded:
         more = f"and {len(tables[0].layers) - SETTINGS} more" if len(tables[0].layers) > SETTINGS else ""
         blocks.append(Table("Model", ("layer", "shape", "type"), layers, more))
     versions = tuple((literal(name, 60), literal(version, LONGEST)) for name, version in sorted(run.versions.items()))
-    blocks.append(Table("Versions", ("package", "version"), versions) if versions else Text("No versions were told."))
+    blocks.append(
+        Table("Versions", ("package", "version"), versions) if versions else Text("No versions were recorded.")
+    )
     return Folded("Configuration and versions", tuple(blocks))
 
 

@@ -53,8 +53,8 @@ class AdaptersPage:
     layer: str | None  # for spectrum and contributions; None: the mean over all
     round: int | None  # of the contributions
     effective_rank: Grid | None  # layers × rounds
-    spectrum: Grid | None  # directions × rounds: shares of the energy
-    contributions: Grid | None  # clients × directions, whose indices are the columns
+    spectrum: Grid | None  # directions in use × rounds: shares of the energy
+    contributions: Grid | None  # clients × directions, whose numbers are the columns
     errors: tuple[AdapterCurve, ...]
     ranks: tuple[AdapterCurve, ...]
     energies: tuple[AdapterCurve, ...]
@@ -74,13 +74,15 @@ def adapters_page(
     rounds = spectra.rounds
     shown = (selected if selected in rounds else rounds[-1]) if rounds else None
     ranks = measured.matrix[:, :, ADAPTER_COLUMNS.index("effective_rank")]
+    place = _place(measured.layers, layer)
+    used = _directions_in_use(spectra.matrix[:, place]) if rounds else 0
     return AdaptersPage(
         measured.layers,
         layer,
         shown,
         grid_of(measured, ranks, "effective rank", columns=columns) if measured.rounds else None,
-        _spectrum(spectra.matrix, rounds, _place(measured.layers, layer), columns) if rounds else None,
-        None if shown is None else _contributions(reader, run, shown, _place(measured.layers, layer)),
+        _spectrum(spectra.matrix[:, place], rounds, used, columns) if rounds else None,
+        None if shown is None else _contributions(reader, run, shown, place, used),
         _curves(reader, run, ERRORS),
         _curves(reader, run, RANKS),
         _curves(reader, run, ENERGIES),
@@ -97,14 +99,20 @@ def _place(layers: tuple[str, ...], layer: str | None) -> slice:
     return slice(place, place + 1)
 
 
-def _spectrum(shares: Array, rounds: tuple[int, ...], place: slice, columns: int) -> Grid:
-    names = [f"{k + 1}" for k in range(DIRECTIONS)]
-    values = _mean(shares[:, place], axis=1).T
+def _directions_in_use(shares: Array) -> int:
+    """Return how many of the first directions hold energy in some round; of rank 4, the other twelve hold none."""
+    with_energy = np.flatnonzero((shares >= LEAST_SHARE).reshape(-1, DIRECTIONS).any(axis=0))
+    return int(with_energy[-1]) + 1 if len(with_energy) else 1
+
+
+def _spectrum(shares: Array, rounds: tuple[int, ...], used: int, columns: int) -> Grid:
+    names = [f"{k + 1}" for k in range(used)]
+    values = _mean(shares, axis=1).T[:used]
     matrix = matrix_of(names, rounds, values, np.isfinite(values))
     return make_grid(matrix, rows=names, sort="given", columns=columns, unit="share", title="share of the energy")
 
 
-def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> Grid | None:
+def _contributions(reader: Reader, run: str, round_index: int, place: slice, used: int) -> Grid | None:
     """Return each client's share of the first directions, averaged over the chosen adapters."""
     names = FAMILIES["update.directions"].columns
     nodes, values = reader.history(run).across("update.directions", names, round_index)
@@ -115,7 +123,8 @@ def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> 
     shares = _mean(values[nodes.index(SERVER), place], axis=0) if SERVER in nodes else np.ones(DIRECTIONS)
     parts[:, ~(shares >= LEAST_SHARE)] = np.nan  # a share of nothing is undefined
     clients = [nodes[i] for i in rows]
-    matrix = matrix_of(clients, range(1, DIRECTIONS + 1), parts, np.isfinite(parts))
+    parts = parts[:, :used]
+    matrix = matrix_of(clients, range(1, used + 1), parts, np.isfinite(parts))
     return make_grid(matrix, rows=clients[:CLIENTS], sort="given", unit="share", title="part in each direction")
 
 

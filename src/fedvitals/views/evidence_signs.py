@@ -88,6 +88,10 @@ NEAREST = {
     "steps per sample": Sign("steps"),
 }
 
+# Numbers of a finding that are shares; others that were computed on the spot are counts or ratios.
+SHARES = frozenset({"labels changed", "share of wrong labels", "share of units without gradient",
+                    "share of the next layer's weights that stand still"})  # fmt: skip
+
 EVENTS = ("client.dropped_out", "update.lost", "update.late")  # findings report how often these happened
 
 TELLING: dict[str, tuple[Sign, ...]] = {

@@ -19,7 +19,7 @@ TITLES = {
     "fit.loss_after": "loss after local training",
     "fit.accuracy_before": "accuracy before local training",
     "fit.accuracy_after": "accuracy after local training",
-    "fit.loss_p90": "loss before local training, ninth decile",
+    "fit.loss_p90": "loss before local training, 90th percentile",
     "fit.confusion": "errors in one pair of classes",
     "fit.confused_label": "confused class",
     "fit.confused_guess": "class it is taken for",

@@ -176,7 +176,7 @@ def _in_turns(path: CriticalPath) -> bool:
 
 def _why_not_needed(traffic: Traffic) -> str:
     if not traffic.up.bytes + traffic.down.bytes:
-        return "not known which one a target needs: no transfer was told. Monitor.transfer(..., seconds=) does."
+        return "not known which one a target needs: no transfers were recorded. Monitor.transfer(..., seconds=) does."
     return (
         "not known which one a target needs: of no client's transfers is it known how long they took. "
         "Monitor.exchange() tells that, or a lab with a network."

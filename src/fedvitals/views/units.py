@@ -109,6 +109,8 @@ def compared(value: float | None, unit: str) -> str:
     """Return a number of a comparison of runs: «never» for rounds that were not reached, «3 ×» for factors."""
     if value is None and unit == "rounds":
         return "never"
+    if unit in ("rounds", "cases"):
+        return number(value)  # the row's name says what is counted
     return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 

@@ -41,6 +41,7 @@ __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of"
 State = Literal["ill", "watch", "healthy", "warming", "unjudged"]
 WARM = 3  # rounds before which clients cannot be told apart
 ALARMS = 1.0  # per 100 healthy rounds, for a run that does not state its limit
+FALLEN = 0.05  # loss of accuracy from which it is mentioned for a run whose model is not lost
 LOOK_BACK = 20  # rounds in which clients' numbers of samples are searched
 SLOW = ("STRAGGLER", "TIMEOUT")  # issues whose verdict includes how long rounds waited
 HELPED = ("applied", "trial", "undone")  # outcomes of an action that are worth reporting
@@ -59,6 +60,7 @@ class Verdict:
     layer: str | None = None
     issue: str | None = None
     key: str | None = None  # of the worst case
+    severity: str | None = None  # of the worst case
     levels: tuple[CauseLevel, ...] = ()  # of the worst case: something is wrong, of which family, the exact cause
     why: str = ""  # what was seen, in a sentence: the message of the worst case's newest finding
     next_step: str = ""  # what to do first
@@ -141,7 +143,8 @@ def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequenc
     if since is not None and worst.still_there and f"since round {since}" not in sentence:
         sentence += f", since round {since}"
     headline = f"{sentence[:1].upper() + sentence[1:] if worst.node is None else sentence} ({_certainty(same, facts)})"
-    return _verdict(state, headline, _detail(_how_it_stands(facts), same, same, cases, facts), worst, since)
+    stands = (_accuracy_lost(facts, since, least=FALLEN) if state == "ill" else "") or _how_it_stands(facts)
+    return _verdict(state, headline, _detail(stands, same, same, cases, facts), worst, since)
 
 
 def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
@@ -231,6 +234,7 @@ def _verdict(state: State, headline: str, detail: str, worst: Case, since: int |
         layer=worst.layer,
         issue=worst.issue,
         key=case_key(worst),
+        severity=worst.severity,
         levels=levels_of(worst),
         why="" if why.rstrip(".") in headline else why,
         next_step=in_words(remedies[0]) if remedies and state == "ill" else "",
@@ -282,11 +286,11 @@ def _how_it_stands(facts: Facts) -> str:
     return "" if facts.loss is None else f"Loss {number(facts.loss)}"
 
 
-def _accuracy_lost(facts: Facts, since: int | None) -> str:
-    """Return «Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty if it did not fall."""
+def _accuracy_lost(facts: Facts, since: int | None, least: float = 0.0) -> str:
+    """Return «Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty if it fell by less or rose."""
     before = [accuracy for round_index, accuracy in facts.accuracies if since is not None and round_index < since]
     best = max((accuracy for accuracy in before if math.isfinite(accuracy)), default=None)
-    if best is None or facts.accuracy is None or facts.accuracy >= best:
+    if best is None or facts.accuracy is None or facts.accuracy >= best or best - facts.accuracy < least:
         return ""
     return f"Accuracy fell from {percent(best)} to {percent(facts.accuracy)}"
 

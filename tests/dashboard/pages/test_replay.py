@@ -58,7 +58,7 @@ def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     ready(page, f"{url}/runs/{run}/replay?round={LAST}&node={NOISY}", "replay")
     page.get_by_role("heading", name=f"{NOISY} against the other clients").wait_for()
     assert f"goto {LAST}; into {NOISY}" in page.locator("main").inner_text()
-    page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have gone").wait_for()
+    page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have moved by").wait_for()
     page.get_by_label(f"What if without {NOISY}").uncheck()
     page.wait_for_url("**keep=all")
     page.locator("#whatif .said", has_text="bit by bit").wait_for()
@@ -68,7 +68,7 @@ def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     page.locator("#whatif .said", has_text="by median").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("link", name=f"← round {LAST - 1}").click()
-    page.locator("#whatif .said", has_text="That cannot be told at once").wait_for()
+    page.locator("#whatif .said", has_text="That cannot be computed at once").wait_for()
     assert f"goto {LAST - 1}; whatif drop {NOISY} and aggregator median" in page.locator("#whatif").inner_text()
 
 

@@ -41,10 +41,7 @@ def test_shows_at_a_glance_which_run_is_ill(home, page):
     assert names(page) == ["goes on", HOSTILE, "fell quiet", "good one", "ill one"]
     ill = row(page, "ill one")
     assert ill.locator(".health").inner_text() == "▲problem"
-    assert (
-        "c1 seems to have wrong labels, since round 1 (96 %)"
-        in ill.locator(".headline").inner_text()
-    )
+    assert "c1 seems to have wrong labels, since round 1 (96 %)" in ill.locator(".headline").inner_text()
     assert row(page, "good one").locator(".health").inner_text().endswith("OK")
     assert row(page, "goes on").locator(".run-state").inner_text() == "● live"
     assert row(page, "goes on").locator(".progress-cell").inner_text().startswith("4/10")

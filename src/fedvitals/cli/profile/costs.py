@@ -129,7 +129,7 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
     moved = traffic.bytes
     if not moved and not traffic.telemetry_bytes and not traffic.clients:
         return
-    untold = "no model and no update was told of: Monitor.transfer() does"
+    untold = "no models and updates were recorded: Monitor.transfer() records them"
     console.print(f"[bold]Traffic[/bold]  {f'{size(moved)} in all' if moved else untold}", soft_wrap=not moved)
     for title, flow in (("up", traffic.up), ("down", traffic.down), ("between servers", traffic.between)):
         if flow.bytes:

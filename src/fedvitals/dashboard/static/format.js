@@ -105,6 +105,12 @@ export function percent(value) {
   return `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
 }
 
+/** «1st», «2nd», «11th». */
+export function ordinal(count) {
+  const teen = count % 100 >= 11 && count % 100 <= 13;
+  return `${number(count)}${(!teen && { 1: "st", 2: "nd", 3: "rd" }[count % 10]) || "th"}`;
+}
+
 /** A probability in whole per cent, never «100 %», which no statistic can be; as `certainty` in certainty.py. */
 export function sure(confidence) {
   const whole = confidence === null ? null : Math.round(confidence * 100) / 100;
@@ -178,5 +184,5 @@ export function ago(epoch, now = Date.now() / 1000) {
 
 /** The unit as a word beside a title: none if the number includes it. */
 export function unitName(unit) {
-  return { 1: "", "0/1": "", share: "", bytes: "bytes", seconds: "seconds" }[unit] ?? unit ?? "";
+  return { 1: "", "0/1": "", share: "", bytes: "", seconds: "" }[unit] ?? unit ?? "";
 }

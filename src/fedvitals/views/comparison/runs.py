@@ -280,7 +280,7 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("bytes", "compression, up", "times", "higher", lambda f: f.traffic.up.compression),
         ("bytes", "telemetry, of all bytes", "share", "lower", lambda f: f.traffic.telemetry_share or None),
         ("findings", "issues", "cases", "lower", lambda f: len(f.cases) if f.judged else None),
-        ("findings", "of these problems", "cases", "lower", trouble),
+        ("findings", "of which problems", "cases", "lower", trouble),
     ]
     return lines
 
@@ -340,7 +340,7 @@ def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[ComparisonRow
     counts = [len(side) for side in sides]
     if max(counts) == 1:
         return (
-            "One run each: nothing here tells a difference from chance. Repeat them with other seeds and compare "
+            "One run each: no difference here can be told from chance. Repeat them with other seeds and compare "
             "again with --repeats."
         )
     if min(counts) == 1:

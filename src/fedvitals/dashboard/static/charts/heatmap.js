@@ -219,7 +219,7 @@ function cellAt(state, axis) {
   return { name: state.grid.rows[state.row], first, last, state: state.grid.state[at], value: shortest32(state.grid.values[at]) };
 }
 
-const rounds = ({ first, last }) => (last > first ? `rounds ${number(first)} to ${number(last)}` : `round ${number(first)}`);
+const columns = ({ first, last }, { label }) => (last > first ? `${label}s ${number(first)} to ${number(last)}` : `${label} ${number(first)}`);
 
 function readout(state, axis, options) {
   const cell = cellAt(state, axis);
@@ -251,18 +251,18 @@ function tip(state, axis, options) {
     }
   }
   const foot = cell.last > cell.first ? "the most unusual value of these rounds" : "";
-  return { head: `${cell.name} · ${rounds(cell)}`, rows: [...rows, ...flagRows(state.flags, axis.hover, 3)], foot };
+  return { head: `${cell.name} · ${columns(cell, axis)}`, rows: [...rows, ...flagRows(state.flags, axis.hover, 3)], foot };
 }
 
 function spoken(state, axis, options) {
   const cell = cellAt(state, axis);
-  if (!cell) return axis.hover === null ? `rounds ${axis.view[0]} to ${axis.view[1]}` : `round ${axis.hover}`;
-  return `${cell.name}, ${rounds(cell)}, ${cell.state === VALUE ? withUnit(cell.value, options.unit) : SAID[cell.state]}`;
+  if (!cell) return axis.hover === null ? `${axis.label}s ${axis.view[0]} to ${axis.view[1]}` : `${axis.label} ${axis.hover}`;
+  return `${cell.name}, ${columns(cell, axis)}, ${cell.state === VALUE ? withUnit(cell.value, options.unit) : SAID[cell.state]}`;
 }
 
 function summary(state, axis, options) {
   const { grid } = state;
-  const parts = [`${options.title ?? "Heat map"}, ${number(grid.rows.length)} rows, rounds ${axis.view[0]} to ${axis.view[1]}`];
+  const parts = [`${options.title ?? "Heat map"}, ${number(grid.rows.length)} rows, ${axis.label}s ${axis.view[0]} to ${axis.view[1]}`];
   if (grid.smallest !== null && grid.smallest !== undefined) parts.push(`values ${number(grid.smallest)} to ${withUnit(grid.largest, options.unit)}`);
   parts.push(`first row ${grid.rows[0]}`, state.flags.length ? `${state.flags.length} findings marked` : "no finding marked");
   return parts.join("; ");

@@ -3,7 +3,7 @@
 
 import { fill, h } from "../dom.js";
 import { colourTable, theme } from "../colour.js";
-import { number, withUnit } from "../format.js";
+import { brief, withUnit } from "../format.js";
 
 /** scale: {low, high, kind, log}; `smallest` and `largest` show values beyond the ends. */
 export function colourStrip(node, scale, { unit, smallest, largest } = {}) {
@@ -13,11 +13,14 @@ export function colourStrip(node, scale, { unit, smallest, largest } = {}) {
   const key = [scale.kind, low, high, under, over, unit, theme().dark].join(" ");
   if (node.stripKey === key) return;
   node.stripKey = key;
-  node.painted = { strip: strip(scale.kind), from: under + number(low), to: over + withUnit(high, unit) + (scale.log ? ", log colours" : "") };
+  node.painted = { strip: strip(scale.kind), from: under + least(low, unit), to: over + withUnit(high, unit) + (scale.log ? ", log colours" : "") };
   fill(node, h("span", { class: "chart-strip" },
-    h("span", { text: under + number(low) }), strip(scale.kind), h("span", { text: over + withUnit(high, unit) }),
+    h("span", { text: under + least(low, unit) }), strip(scale.kind), h("span", { text: over + withUnit(high, unit) }),
     scale.log ? h("span", { text: "log colours" }) : null));
 }
+
+/** As the other end is written, which also says the unit where it is a word. */
+const least = (low, unit) => (low === 0 ? "0" : brief(low, unit));
 
 function ends({ low, high }) {
   const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;

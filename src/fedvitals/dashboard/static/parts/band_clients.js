@@ -24,9 +24,9 @@ export function clientBand(ctx, axis) {
     on: { change: () => ctx.params.set({ client: choose.value.trim() || null }) },
   });
   const pick = h("label", { class: "field-label" }, "client on top", choose, names);
-  const offer = h("button", { class: "link-button small", type: "button", hidden: true, title: "what the finding rests on" });
+  const offer = h("button", { class: "link-button small", type: "button", hidden: true, title: "the finding’s evidence" });
   const frame = bandFrame("clients", "who is unlike the others", [sign.node, sort.node, pick, offer], none, map);
-  none.append(empty("No client told a sign of its own.", "From privacy level 2 on they do."));
+  none.append(empty("No client reported values of its own.", "From privacy level 2 on they do."));
   const chart = remade(map, (host, how) => heatMap(host, {
     ...how, axis, rowHeight: 14, maxHeight: 336,
     onCell: (row, round) => go(link(runLink(ctx.run, "clients", row), { round })),

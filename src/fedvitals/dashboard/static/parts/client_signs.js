@@ -103,7 +103,7 @@ export function clientSigns(ctx, axis, node) {
 }
 
 function words(sign) {
-  return [sign.evidence && "its finding rests on this", deviationOf(sign)].filter(Boolean).join("; ");
+  return [sign.evidence && "evidence of its finding", deviationOf(sign)].filter(Boolean).join("; ");
 }
 
 function deviationOf(sign) {

@@ -8,6 +8,8 @@ import { runLink } from "../params.js";
 
 const THIN = "\u202f";
 
+const unbroken = (text) => text.replaceAll(" %", `${THIN}%`);
+
 const signed = (value, unit) => `${value > 0 ? "+" : ""}${number(value)}${unit}`;
 
 function shown(value, unit) {
@@ -51,7 +53,7 @@ export function figureTable(data, marks) {
   const rows = data.rows.map((row) => {
     const first = row.topic !== topic;
     topic = row.topic;
-    return h("tr", {}, h("td", { class: "muted", text: first ? row.topic : "" }), h("th", { class: "figure", scope: "row", text: row.name }),
+    return h("tr", {}, h("td", { class: "muted", text: first ? row.topic : "" }), h("th", { class: "figure", scope: "row", text: unbroken(row.name) }),
       row.values.map((value, i) => [h("td", { class: "num", title: value === null ? null : exactly(value, row.unit), text: shown(value, row.unit) }), i ? changeCell(row.changes[i - 1], row) : null]));
   });
   const banded = data.rows.some((row) => row.changes.some((change) => change !== null && change.low !== null));

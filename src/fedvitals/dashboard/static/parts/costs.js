@@ -70,7 +70,7 @@ export function trafficPanel(run, axis) {
     node: h("div", {}, none, split),
     show(found) {
       split.hidden = !found;
-      fill(none, !found && empty("No transfer was told.", "Monitor.transfer() does, and every lab."));
+      fill(none, !found && empty("No transfers were recorded.", "Monitor.transfer() records them; the lab does so by itself."));
       if (!found) return;
       const told = [[found.sent, "sent by clients"], [found.received, "received by them"], [found.between, "sent by the server and by groups"]];
       const telemetry = found.telemetry ? `Telemetry, ${bytes(found.telemetry)}, is not in these.` : "No telemetry was sent.";

@@ -42,7 +42,7 @@ export function whatIfPanel(ctx, cohort) {
     picture.hidden = !answer.ready || answer.layers.every((one) => one.apart === null);
     fill(way, !answer.ready && [h("p", { class: "small muted", text: "This computes what is missing, and goes on to the metrics:" }), command(answer.command)]);
     if (!answer.ready) {
-      said.textContent = `That cannot be told at once. ${answer.why}`;
+      said.textContent = `That cannot be computed at once. ${answer.why}`;
       notes.textContent = "";
       return;
     }
@@ -89,9 +89,9 @@ function sentence(answer) {
   const change = [without, by].filter(Boolean).join(", ");
   const turned = answer.cosine === null ? "" : answer.cosine > 0.999 ? ", in the same direction" : `, cosine ${number(answer.cosine)}`;
   const opening = `${change[0].toUpperCase()}${change.slice(1)}`;
-  const counted = `${number(answer.used)} of ${number(answer.of)} updates.`;
-  if (answer.recorded === null) return `${opening}, the model would have stayed finite, and gone ${number(answer.changed)}; as recorded, it became NaN or infinite. ${counted}`;
+  const counted = `${number(answer.used)} of ${number(answer.of)} updates count.`;
+  if (answer.recorded === null) return `${opening}, the model would have stayed finite, and moved by ${number(answer.changed)}; as recorded, it became NaN or infinite. ${counted}`;
   if (answer.changed === null) return `${opening}, the model would have become NaN or infinite. ${counted}`;
-  return `${opening}, the model would have gone ${number(answer.changed)} instead of ${number(answer.recorded)}${turned}: ` +
-    `it would be ${number(answer.apart)} from where it went, ${percent(answer.share)} of the step. ${counted}`;
+  return `${opening}, the model would have moved by ${number(answer.changed)} instead of ${number(answer.recorded)}${turned}, ` +
+    `and be ${number(answer.apart)} away from where it is: ${percent(answer.share)} of the recorded step. ${counted}`;
 }

@@ -75,7 +75,7 @@ export function runRow(run, acts) {
     facts.duration.textContent = seconds(now.seconds);
     facts.duration.title = now.seconds === null ? "" : `${exact(now.seconds)} s`;
     facts.bytes.textContent = bytes(now.bytes);
-    facts.bytes.title = now.bytes === null ? "no message was told of" : `${exact(now.bytes)} bytes`;
+    facts.bytes.title = now.bytes === null ? "no messages were recorded" : `${exact(now.bytes)} bytes`;
     facts.clients.textContent = number(now.clients);
     facts.host.textContent = [now.host, now.topology].filter(Boolean).join(" · ");
     facts.started.title = when(now.started);

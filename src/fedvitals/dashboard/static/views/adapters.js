@@ -23,7 +23,7 @@ export function view(root, ctx) {
   const { run, params } = ctx;
   const axis = new Axis({ from: ctx.status.first_round ?? 0, to: ctx.status.last_round ?? 0 });
   const unbind = bindAxis(axis, params);
-  const directions = new Axis({ from: 1, to: 16 });
+  const directions = new Axis({ from: 1, to: 1, label: "direction" }); // it grows to as many as are in use
   const layer = chooser(ctx, "of", "layer");
   const [spectrum, ranks, used, errors, energies, moves, forgotten, parts] = Array.from({ length: 8 }, () => h("div", {}));
   const language = h("div", { class: "split" });
@@ -46,7 +46,7 @@ export function view(root, ctx) {
     spectrum: heat(spectrum, { title: "energy by singular direction", unit: "share", onCell: (_, round) => onRound(round) }),
     ranks: heat(ranks, { title: "effective rank by adapter", unit: "1", onCell: select, selected: (row) => row === params.get("layer") }),
     parts: heat(parts, { title: "each client’s part in a direction", unit: "share", axis: directions, colours: "signed" }),
-    used: lineChart(used, { title: "rank that is used", unit: "1", axis, height: 180, onRound }),
+    used: lineChart(used, { title: "rank in use", unit: "1", axis, height: 180, onRound }),
     errors: lineChart(errors, { title: "how far B·A is from the mean of products", unit: "share", axis, height: 180, onRound }),
     energies: lineChart(energies, { title: "directions above the smallest rank", unit: "share", axis, height: 180, onRound }),
     moves: lineChart(moves, { title: "how far the merged weights moved", unit: "1", axis, height: 180, onRound }),
@@ -79,7 +79,7 @@ export function view(root, ctx) {
       charts.spectrum.update({ grid: decodeGrid(found.spectrum), flags: [], note: "shares of the energy of B·A; a round chooses whose parts are shown" });
       charts.ranks.update({ grid: decodeGrid(found.effective_rank), flags: [], note: "a cell chooses adapter and round" });
       parts.hidden = !found.contributions;
-      if (found.contributions) charts.parts.update({ grid: decodeGrid(found.contributions), flags: [], note: `round ${found.round}; columns are the singular directions` });
+      if (found.contributions) charts.parts.update({ grid: decodeGrid(found.contributions), flags: [], note: `in round ${found.round}, by singular direction` });
       charts.used.update({ series: lines(found.ranks) });
       charts.errors.update({ series: lines(found.errors) });
       energies.hidden = !found.energies.length;

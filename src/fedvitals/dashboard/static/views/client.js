@@ -32,7 +32,7 @@ export function view(root, ctx) {
   const layers = layerPart(ctx, axis, node);
   const times = timePart(ctx, axis, node);
   const side = { facts: h("div", {}), labels: h("div", {}), failures: h("div", {}), events: h("div", {}) };
-  const found = panel("findings, and what the worst one rests on", cases.node, plots.node, rests);
+  const found = panel("findings and evidence", cases.node, plots.node, rests);
   const more = h("p", { class: "small" });
   let neighbours = {};
   let first = true;

@@ -75,7 +75,7 @@ export function view(root, ctx) {
       if (mine !== turn) return;
       map.hidden = sign.node.hidden = order.node.hidden = wanted === null;
       if (wanted === null) {
-        fill(trouble, empty("No client told a sign of its own.", "From privacy level 2 on they do."));
+        fill(trouble, empty("No client reported values of its own.", "From privacy level 2 on they do."));
         return;
       }
       const grid = await ask(ctx, "grid", { sign: wanted, sort: rows, rows: ROWS, columns: COLUMNS, ...closer(axis, COLUMNS) }, ctx.signal);

@@ -4,7 +4,7 @@
 import { of } from "../api.js";
 import { waterfall } from "../charts/index.js";
 import { fill, h } from "../dom.js";
-import { exactly, number, percent, seconds, underTitle } from "../format.js";
+import { exactly, number, ordinal, percent, seconds, underTitle } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { rowTable } from "../parts/rows.js";
 
@@ -37,7 +37,7 @@ export function view(root, ctx) {
     heading.textContent = `Round ${found.round}`;
     document.title = `Round ${found.round} · ${ctx.status?.name ?? ""} · fedvitals`;
     headline.textContent = found.headline;
-    const place = found.place === null ? "" : found.place === 1 ? "the slowest" : `number ${number(found.place)} by length`;
+    const place = found.place === null ? "" : found.place === 1 ? "the longest" : `the ${ordinal(found.place)} longest`;
     fill(facts, [
       found.seconds === null ? "" : `${seconds(found.seconds)}${place ? `, ${place} of ${number(found.rounds)} rounds` : ""}, on the ${found.clock} clock.`,
       found.timed && !found.complete ? "The round has no end: it failed, or goes on." : "",
@@ -83,7 +83,7 @@ export function view(root, ctx) {
     ];
     fill(waited, found.waited.length
       ? found.waited.map((one) => h("li", {}, words(one)))
-      : h("li", { class: "muted", text: found.in_turns ? "Clients took turns in one process: each waited for all the others." : "Nobody waited, as far as was told." }));
+      : h("li", { class: "muted", text: found.in_turns ? "Clients took turns in one process: each waited for all the others." : "Nobody waited, as far as was recorded." }));
     fill(slowest, found.slowest.map((one) => h("a", { class: "chip", href: to(one.round), "aria-current": one.round === found.round ? "true" : null, text: `${one.round}: ${seconds(one.seconds)}` })),
       !found.slowest.length && h("span", { class: "muted", text: "No round was timed as a whole." }));
   }

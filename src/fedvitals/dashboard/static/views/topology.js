@@ -10,7 +10,7 @@ import { go, link, runLink } from "../params.js";
 import { rowTable } from "../parts/rows.js";
 
 export const title = "Topology";
-const KINDS = { star: "a star: every client with the server", clusters: "clusters: clients that are alike share a model", tree: "a tree: clients, edges, server", rings: "rings: clients pass the model on" };
+const KINDS = { star: "Star: every client talks to the server", clusters: "Clusters: clients that are alike share a model", tree: "Tree: clients talk to edges, edges to the server", rings: "Rings: clients pass the model on" };
 const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "no finding", absent: "not in this round" };
 const ROWS = 12;
 
@@ -68,13 +68,13 @@ export function view(root, ctx) {
       });
       kinds.textContent = found.kinds.length
         ? `${found.kinds.map((one) => `${one.kind} ${bytes(one.bytes)} in ${number(one.messages)} messages`).join("; ")}. Telemetry goes to the server past every edge, and is not drawn.`
-        : "No transfer of this round was told: who talks to whom is not known, only who took part.";
+        : "No transfers of this round were recorded: who talks to whom is not known, only who took part.";
       fill(changed, found.changed.length > 1 && ["The groups changed in round ", found.changed.map((round, i) => [i ? ", " : "", h("a", { href: link(runLink(run, "topology"), { round }), text: round })]), "."]);
       const order = ["critical", "warning", "failed", "note", "ok", "absent"];
       const ranked = found.nodes.filter((one) => one.role !== "server").sort((a, b) => order.indexOf(a.health) - order.indexOf(b.health) || b.sent + b.received - a.sent - a.received);
       [ranked, found.edges].forEach((all, i) => (counted[i].textContent = all.length > ROWS ? `${ROWS} of ${number(all.length)} shown` : ""));
       nodes.show(ranked.slice(0, ROWS), { nothing: "No node yet." });
-      edges.show(found.edges.slice(0, ROWS), { nothing: "No transfer of this round was told." });
+      edges.show(found.edges.slice(0, ROWS), { nothing: "No transfers of this round were recorded." });
     },
 
     destroy: () => drawing.destroy(),
@@ -99,7 +99,7 @@ function inWords(found) {
   const failed = found.nodes.filter((one) => one.health === "failed").reduce((sum, one) => sum + one.count, 0);
   const names = ill.slice(0, 3).map((one) => one.name).join(", ");
   return [
-    `Round ${found.round} of ${found.topology ?? "a federation"}, ${KINDS[found.kind]}.`,
+    `Round ${found.round}. ${KINDS[found.kind]}.`,
     `${number(found.took_part)} of ${number(found.clients)} clients took part${found.groups ? ` in ${found.groups} groups` : ""}${found.told ? `, ${bytes(found.bytes)} went over the wire` : ""}.`,
     ill.length ? `Problems: ${names}${ill.length > 3 ? ` and ${ill.length - 3} more` : ""}.` : "No node has a problem.",
     failed ? `${number(failed)} failed.` : "",
