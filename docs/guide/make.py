@@ -58,10 +58,11 @@ def _picture(names: dict[str, Any], name: str, words: str) -> str:
 
 
 def look_of(svg: str) -> tuple[set[str], set[str]]:
-    """Returns a picture's words without numbers and names with digits, and its colours: what does not depend on how a
-    training went.
+    """Returns a picture's words without numbers, names with digits and units of time, and its colours: what does not
+    depend on how a training went, or how long it took.
     """
-    words = {" ".join(text.split()) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)}
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    words = {re.sub(r" \((?:µs|ms|s|min)\)$", "", " ".join(text.split())) for text in texts}
     return {text for text in words if text and not re.search(r"\d", text)}, set(re.findall(r"#[0-9a-f]{6}\b", svg))
 
 

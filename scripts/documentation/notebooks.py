@@ -62,7 +62,7 @@ def _smaller(picture: str) -> str:
 
 
 def structure(notebook: Any) -> list[list[str]]:
-    """Return what the outputs of each code cell are made of: their kinds, and the columns of the tables in them.
+    """Return what the outputs of each code cell are made of: their kinds, the columns of tables, and the words.
 
     Args:
         notebook: As nbformat reads it.
@@ -78,7 +78,9 @@ def _kind(output: Any) -> str:
     html = "".join(output.data.get("text/html", ""))
     columns = [re.sub(r"<[^>]+>", "", cell).strip() for cell in re.findall(r"<th[^>]*>(.*?)</th>", html, re.DOTALL)]
     titles = ", ".join(title for title in columns if title and not title.isdigit())
-    return f"{' '.join(sorted(output.data))} [{titles}]"
+    text = "" if 'class="dataframe"' in html else output.data.get("text/plain", "")
+    words = " ".join(re.sub(r"\d\S*", "", text).split())  # without numbers, which depend on the machine
+    return f"{' '.join(sorted(output.data))} [{titles}] {words}"
 
 
 def renew() -> None:

@@ -2,12 +2,14 @@
 """The walk-throughs work as they are written: every block runs, every picture is one that was drawn."""
 
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from documentation.code_blocks import COMMANDS, OUTPUT, blocks_of
 from support.paths import ROOT
 
 pytestmark = pytest.mark.thorough  # each trains for seconds
@@ -22,6 +24,29 @@ sys.modules["guide_make"] = make  # dataclasses look their module up
 _spec.loader.exec_module(make)
 
 
+# Numbers (but for that of the detectors), units of time, and bars: they differ from one run or machine to the next.
+CHANGING = re.compile(r"[−-]?\d\S*+(?! detectors)|\b(?:s|ms)\b|[▁-█]+|\b[DUC]{3,}|·{3,}|×")
+
+
+def words_of(output):
+    return CHANGING.sub(" ", output).split()
+
+
+def check_outputs(guide, said):
+    """Outputs on the page are those of the commands before them: as a whole, or where the page says that something was
+    left out, by the words that occur.
+    """
+    text, blocks = guide.read_text(encoding="utf-8"), blocks_of(guide)
+    for command, shown in itertools.pairwise(blocks):
+        if command.language in COMMANDS and shown.language in OUTPUT:
+            printed = words_of("\n".join(said[line] for line in command.commands))
+            after = text.partition(shown.code)[2].removeprefix("```").lstrip()
+            if after.startswith("(") and "left out" in after.partition(")")[0]:
+                assert set(words_of(shown.code)) <= set(printed), shown.place
+            else:
+                assert words_of(shown.code) == printed, shown.place
+
+
 def test_every_guide_is_in_the_list():
     pages = {path.stem for path in GUIDE.glob("*.md")} - {"README"}
     assert pages == set(make.GUIDES)
@@ -33,12 +58,14 @@ def test_every_guide_is_in_the_list():
 def test_a_guide_works_as_written(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDVITALS_STORE", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")  # so that tables cut no names short
     text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
     played = make.play(GUIDE / f"{name}.md")
     assert played.codes
     for line, code in played.codes.items():
         assert code in ((0, 1) if line.startswith("fedvitals findings") else (0,)), line
         assert played.said[line].strip(), line
+    check_outputs(GUIDE / f"{name}.md", played.said)
     assert list(played.pictures) == re.findall(r"\(figures/([\w-]+)\.svg\)", text)
     for picture, svg in played.pictures.items():
         assert "<svg" in svg

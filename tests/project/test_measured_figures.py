@@ -31,3 +31,17 @@ def test_false_alarms_of_the_issues_are_those_of_the_third_set():
     assert rates["healthy_rounds"] == PAGE["counts"]["healthy rounds"]
     for rule in PAGE["rules"]:
         assert rates["per_100_rounds"][rule["name"]] == round(rule["figures"]["alarms"]["value"], 3)
+
+
+def test_the_guide_for_hospitals_states_what_level_2_costs():
+    share = BARS["recall at privacy level 2, as a share of level 3's"]["obtained"]["value"]
+    guide = (ROOT / "docs/guide/privacy.md").read_text(encoding="utf-8")
+    assert f"recall at level 2 is {100 * share:.0f} % of what it is at level 3" in guide
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/compared.md"])
+def test_the_comparison_with_feddebug_is_that_of_the_page(path):
+    methods = {row["name"]: row["figures"]["culprit_f1"]["value"] for row in PAGE["methods"]}
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert f"{methods['FedDebug, count told']:.2f}" in text
+    assert f"{methods['fedvitals']:.2f}" in text

@@ -9,24 +9,28 @@ import sys
 
 import pytest
 
+from fedvitals.errors import FedvitalsError
 from support.paths import ROOT
 
 SOURCE = ROOT / "src" / "fedvitals"
-MODULES = {"fcntl", "resource", "termios", "pwd", "grp", "pty", "tty", "syslog", "posix"}
+MODULES = {"fcntl", "readline", "resource", "termios", "pwd", "grp", "pty", "tty", "syslog", "posix"}
 CALLS = {
     "os": {
         "fork", "forkpty", "register_at_fork", "wait", "waitpid", "wait3", "wait4", "killpg", "setsid", "setpgid",
         "getpgid", "getuid", "geteuid", "getgid", "getegid", "getgroups", "pread", "pwrite", "preadv", "pwritev",
         "sched_getaffinity", "sched_setaffinity", "sched_yield", "nice", "sysconf", "statvfs", "fstatvfs", "uname",
         "getloadavg", "mkfifo", "mknod", "chown", "fchown", "lchown", "fchmod", "chroot", "ttyname", "openpty",
-        "posix_fadvise", "posix_fallocate", "sendfile", "O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY", "O_SYNC",
-        "memfd_create", "pidfd_open", "setpriority", "getpriority", "confstr", "ctermid", "lockf", "pipe2",
+        "posix_fadvise", "posix_fallocate", "sendfile", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY",
+        "O_SYNC", "WNOHANG", "memfd_create", "pidfd_open", "setpriority", "getpriority", "confstr", "ctermid", "lockf",
+        "pipe2",
     },
     "signal": {
         "SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGQUIT", "SIGTSTP", "SIGCONT",
         "SIGSTOP", "SIGWINCH", "SIGXCPU", "alarm", "setitimer", "getitimer", "pthread_kill", "pthread_sigmask", "pause",
         "sigwait", "siginterrupt",
     },
+    "time": {"clock_gettime", "clock_settime", "pthread_getcpuclockid", "CLOCK_BOOTTIME", "CLOCK_MONOTONIC"},
+    "mmap": {"PROT_READ", "PROT_WRITE", "PROT_EXEC", "MAP_ANONYMOUS"},
 }  # fmt: skip
 FOLDERS = ("/proc", "/sys")
 PROBE = "os.kill(process, 0)"  # whether a process exists; on Windows it sends Ctrl-C instead
@@ -90,12 +94,13 @@ def test_uses_are_found(code, use):
 
 
 WITHOUT = f"""
-import builtins, io, os, pathlib, signal, sys
+import builtins, io, os, pathlib, signal, sys, time
 import torch, torch._dynamo, subprocess, multiprocessing, concurrent.futures, asyncio, tempfile, shutil
 import click, rich.console, numpy, msgspec, sqlite3, ssl, socket  # what others do at import is not what is tried here
 for name in {sorted(MODULES - {"posix", "pwd", "grp"})!r}:
     sys.modules[name] = None  # an import of it raises ImportError
-for owner, names in ((os, {sorted(CALLS["os"] - {"waitpid"})!r}), (signal, {sorted(CALLS["signal"])!r})):
+for owner, names in ((os, {sorted(CALLS["os"] - {"waitpid"})!r}), (signal, {sorted(CALLS["signal"])!r}),
+                     (time, {sorted(CALLS["time"])!r})):
     for name in names:
         if hasattr(owner, name):
             delattr(owner, name)
@@ -150,6 +155,14 @@ def test_no_process_is_sent_ctrl_c_on_windows_to_see_whether_it_exists(monkeypat
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("on Windows this is Ctrl-C"))
     assert not mark.is_gone
     assert is_process(gone.pid)
+
+
+def test_what_cannot_be_started_on_windows_says_so(monkeypatch):
+    from fedvitals.hosts.flower.superlink import termination_as_exit
+
+    monkeypatch.delattr("signal.SIGHUP")
+    with pytest.raises(FedvitalsError, match="needs Linux or macOS"), termination_as_exit():
+        pytest.fail("it began")
 
 
 @pytest.mark.thorough

@@ -133,7 +133,7 @@ class Monitor:
 
     @property
     def host(self) -> HostObserver:
-        """The `Observer` of this run, to which a framework, or a loop with its own transport, reports."""
+        """The `Observer` of this run: what a framework, or a loop with its own transport, calls (docs/hosts.md)."""
         return self._host
 
     @contextlib.contextmanager

@@ -42,14 +42,14 @@ MOST_RUNS, MOST_CASES = 20, 8  # shown by a display
 def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users write it
     """Open a store for reading, and return its runs.
 
-    By default the same store as everywhere: FEDVITALS_STORE, else runs.db in this folder. Raises StoreError where there
-    is none.
-
     Args:
-        store: A file, or an address `postgresql://...`.
+        store: A file, or an address `postgresql://...`; by default FEDVITALS_STORE, else runs.db in this folder.
 
     Returns:
         The runs: `runs["name"]`, `runs.newest`, `for run in runs`.
+
+    Raises:
+        StoreError: There is no store, or it cannot be read.
     """
     where = store_target(store)
     open_reader(where).close()

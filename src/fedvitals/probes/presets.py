@@ -54,7 +54,7 @@ class Planned:
         each: Whether to store every measurement, not only what they merge to.
         percent: The share of the training's work that a probe may take that runs when the scope closes; clients take
             turns.
-        rounds: The interval in rounds.
+        rounds: It runs in one of so many rounds.
         floor_rounds: With `percent`: each client is measured at least once in this many rounds, at any cost.
     """
 

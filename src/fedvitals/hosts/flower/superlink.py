@@ -139,6 +139,11 @@ def termination_as_exit() -> Iterator[None]:
     def leave(signal_number: int, _frame: object) -> None:
         raise SystemExit(128 + signal_number)
 
+    if not hasattr(signal, "SIGHUP"):  # Windows
+        raise FedvitalsError(
+            "Starting a SuperLink of Flower needs Linux or macOS. On this system attach fedvitals in the app, by one "
+            "line on each side (docs/flower.md), or send the app to a SuperLink on another machine."
+        )
     with signal_handled(signal.SIGTERM, leave), signal_handled(signal.SIGHUP, leave):
         yield
 

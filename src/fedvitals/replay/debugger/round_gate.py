@@ -162,7 +162,7 @@ class GateHandle:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Lock, so that two sessions that begin at the same moment claim one after the other."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
         file = os.open(self._sign.with_name(f"{CLAIM_FILE}.lock"), flags, 0o644)
         try:
             if sys.platform != "win32":

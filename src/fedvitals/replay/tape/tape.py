@@ -91,7 +91,7 @@ class Tape(Sink):
 
         Args:
             nodes: The clients; None: all of them.
-            rounds: The interval in rounds.
+            rounds: Gradients are written in one of so many rounds.
             steps: At which steps: a schedule, such as `fv.every(5)`.
 
         Returns:
