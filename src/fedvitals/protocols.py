@@ -60,16 +60,10 @@ class PreparedProbe(Protocol):
         ...
 
 
-@runtime_checkable
-class HasName(Protocol):
-    """What has a name in the source code, as functions and classes have."""
-
-    __name__: str
-
-
 def name_of(part: object) -> str:
     """The name of a user's probe or detector: of the function, or of the object's class."""
-    return str(part.__name__) if isinstance(part, HasName) else type(part).__name__
+    name = getattr(part, "__name__", None)
+    return type(part).__name__ if name is None else str(name)
 
 
 @runtime_checkable

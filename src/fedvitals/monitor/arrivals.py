@@ -23,7 +23,7 @@ from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Key, Results, metric_of_nodes
-from fedvitals.protocols import HasName, Node
+from fedvitals.protocols import Node
 from fedvitals.records import (
     AnyName,
     Event,
@@ -475,9 +475,8 @@ def _goes(planned: Planned) -> bool:
     try:
         pickle.dumps(planned)
     except Exception as error:
-        name = planned.probe.__name__ if isinstance(planned.probe, HasName) else str(planned.probe)
         raise ConfigError(
-            f"The probe '{name}' or its schedule cannot go to a worker process ({error}). "
+            f"The probe '{planned.name}' or its schedule cannot go to a worker process ({error}). "
             "Make it a function of a module; workers measure without it until then."
         ) from error
     return True

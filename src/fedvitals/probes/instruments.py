@@ -26,6 +26,7 @@ from fedvitals.probes.snapshot import InitialModel, shards_of, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
 from fedvitals.probes.weights import check_initialisation, starts_at_zero, weight_rows, whole_model
+from fedvitals.protocols import PreparedProbe
 from fedvitals.records import LayerTable
 
 
@@ -45,6 +46,9 @@ class Instruments:
         # Probes of a user may draw random numbers; ours promise not to.
         modules = [inspect.getmodule(planned.probe) for planned in preset.probes]
         self.foreign = [module is None or not module.__name__.startswith("fedvitals.") for module in modules]
+        # Once and not for each client, since `isinstance` of a protocol takes as long as a small tensor operation.
+        probes = [planned.probe for planned in preset.probes]
+        self.prepares = [probe.prepare if isinstance(probe, PreparedProbe) else None for probe in probes]
         self.allowances = [Allowance(planned.percent, planned.floor_rounds) for planned in preset.probes]
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False

@@ -35,7 +35,7 @@ from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
 from fedvitals.probes.view import View, catch_last_input, flatten
 from fedvitals.probes.weights import weights
-from fedvitals.protocols import Moment, PreparedProbe
+from fedvitals.protocols import Moment
 from fedvitals.schedule import always, at_exit
 
 LABEL_ROUNDS = 5
@@ -100,8 +100,9 @@ class ClientSession:
         self._weighed: int | None = None  # which probe is `weights`, if it is due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
         others = [(i, p) for i, p in at_steps if p.probe is not gradients]
-        self._stepwise = [(i, p) for i, p in others if not isinstance(p.probe, PreparedProbe)]
-        self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if isinstance(p.probe, PreparedProbe)]
+        prepares = instruments.prepares
+        self._stepwise = [(i, p) for i, p in others if prepares[i] is None]
+        self._prepared = [(i, p, prepare) for i, p in at_steps if (prepare := prepares[i]) is not None]
         self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
         self._hooks: StepHooks | StepCounter = (
