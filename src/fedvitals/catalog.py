@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric: unit, meaning, formula, where it comes from, and from which privacy level it may leave a client.
+"""Every metric: unit, meaning, formula, origin, and the privacy level from which it may leave a client.
 
-`docs/metrics.md` is generated from this table. Other names are not emitted, except what a user logs: `user.*`.
+`docs/metrics.md` is generated from this table. Other names are not emitted, except those a user logs: `user.*`.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ HOSTS = (
     "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
     "update.staleness",
 )  # fmt: skip
-"""What only the host knows, and tells by `log`."""
+"""Known only to the host, which reports it by `log`."""
 
 CATALOG = {measure.name: measure for measure in MEASURES}
 
@@ -424,11 +424,11 @@ LEVELS = (
 )
 
 
-LAYER_PAIRS = "user.gsc."  # and «upper/lower»: the gradient scale between two layers that a user asked for
+LAYER_PAIRS = "user.gsc."  # followed by «upper/lower»: the gradient scale between two layers chosen by a user
 
 
 def public_name(name: str) -> str:
-    """The name under which a host's own metric is stored: `user.*`, but for the few that have a meaning here."""
+    """Return the name under which a host's own metric is stored: `user.*`, except for the few with a meaning here."""
     return name if name in HOSTS or name.startswith("user.") else f"user.{name}"
 
 
@@ -436,23 +436,23 @@ SKETCH_LEVEL = 3
 
 
 def level_of_metric(name: str) -> int:
-    """The privacy level from which a metric of one client may leave it."""
+    """Return the privacy level from which a metric of one client may leave it."""
     measure = CATALOG.get(name)
-    return 2 if measure is None else measure.level  # what a user logs is a scalar of one client
+    return 2 if measure is None else measure.level  # a metric logged by a user is a scalar of one client
 
 
 def is_update_metric(name: str) -> bool:
-    """Whether a metric can be computed from a client's update alone."""
+    """Return whether a metric can be computed from a client's update alone."""
     return name.startswith("update.")
 
 
 def is_update_family(family: str) -> bool:
-    """Whether a family of layer statistics can be computed from a client's update alone."""
+    """Return whether a family of layer statistics can be computed from a client's update alone."""
     return family.partition(".")[0] == "update"
 
 
 def level_of(record: Record) -> int:
-    """The privacy level from which a record about one client may leave it; the words in it may need a higher one."""
+    """Return the privacy level from which a client's record may leave it; any text in it may need a higher one."""
     match record:
         case Metric(name=name):
             return level_of_metric(name)
@@ -468,7 +468,7 @@ def level_of(record: Record) -> int:
 
 
 def from_update(record: Record) -> bool:
-    """Whether it can be computed from a client's update alone, by whoever holds that."""
+    """Return whether a record can be computed from a client's update alone, by anyone who has that."""
     match record:
         case Metric(name=name):
             return is_update_metric(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened to a client's data since they were last described: an equality, not a score.
+"""What changed in a client's data since they were last described: an exact comparison, not a score.
 
-Where checksums show that the inputs are the same and the labels are not, somebody changed the labels; the other way
-round, the inputs. New samples change both, and are no sign of a fault. A server that is sent descriptions compares
-them; below privacy level 3 the client does so itself, and sends what kind of change it is and by how much.
+If checksums show that the inputs are the same and the labels are not, the labels were changed, and vice versa. New
+samples change both, and are not a sign of a fault. A server that receives descriptions compares them; below privacy
+level 3 the client does so itself, and only sends the kind and size of the change.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import numpy as np
 
 from fedvitals.stats import Array
 
-MOST_CLASSES, MOST_DIMENSIONS = 64, 32  # of a description; who sends more wants to fill our memory
-LINEAR = 16  # of these dimensions at most, the first: projections of the inputs, which are multiplied where these are
-STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
-FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that is one class's, for another
+MOST_CLASSES, MOST_DIMENSIONS = 64, 32  # of a description; a larger one could fill our memory
+LINEAR = 16  # of these dimensions at most, the first: projections of the inputs, which scale with them
+STABLE = 2  # rounds for which data did not change, if another process, new to the data, reported them
+FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that moved from one class to one other
 LEAST_MOVED = 0.02  # of all labels
 RESCALED = 0.02  # relative difference up to which new inputs are the old ones times a number
-SAME_MEANS = 0.6, 1.6  # times the old means of classes, between which they stayed, as they do under noise
+SAME_MEANS = 0.6, 1.6  # times the old class means: within this range they stayed, as they do under noise
 NOISIER, LESS_NOISY = 1.15, 1.05  # times the variance within classes, and the standard deviation of all inputs
-FACTOR = 2.0  # or its inverse, from which another scale is a fault
+FACTOR = 2.0  # or its inverse; beyond it, another scale is a fault
 KINDS = ("label_noise", "label_flip", "input_scale", "input_noise", "inputs")  # of changes
 UNCHANGED = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class DataChange:
-    """A change of a client's data: of what kind (of fault), since when, and by how much."""
+    """A change of a client's data: its kind (of fault), since when, and how large."""
 
     kind: str  # of KINDS; «inputs»: changed in some other way
     since: int
-    moved: float  # least share of the labels that changed; of inputs, how many times as large their spread is
+    moved: float  # least share of the labels that changed; for inputs, the factor by which their spread grew
     pair: tuple[int, int] | None = None  # of a flip: the class before, and the label now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataSketch:
-    """What a client told of its data in one round. Without classes, where no more than scalars may leave it."""
+    """What a client reported about its data in one round. Without classes if only scalars may leave the client."""
 
     round: int
     samples: int
-    inputs: int | None  # checksums: equal where the data are; None where they are not told
+    inputs: int | None  # checksums, equal if the data are; None if withheld
     labels: int | None
-    looks: int  # how often the data before these were found unchanged
+    looks: int  # how often the data were found unchanged since the description before
     scalars: Mapping[str, float]  # mean, std, ... of the inputs
     labelled: bool
     classes: tuple[int, ...] = ()
@@ -57,28 +57,28 @@ class DataSketch:
     spreads: Array = field(default_factory=lambda: np.zeros(0))  # [classes]: mean squared distances from these
     covariance: Array = field(default_factory=lambda: np.zeros((0, 0)))  # [dimensions, dimensions], within classes
     freedom: int = 0
-    change: DataChange | None = None  # as the client itself found it, where it may not send more
-    lost: int = 0  # classes of which the client lost all samples, and no others; as it told
+    change: DataChange | None = None  # found by the client itself, if it may not send more
+    lost: int = 0  # classes of which the client reports to have lost all samples, and no others
     compared: bool = False  # whether the client had earlier data to compare these with
 
     @property
     def spread(self) -> float:
-        """The standard deviation of the inputs; NaN where there is none, as of tokens."""
+        """The standard deviation of the inputs; NaN if there is none, as for tokens."""
         return self.scalars.get("std", math.nan)
 
     @property
     def variance(self) -> float:
-        """The variance of its inputs within classes, added up over the directions that inputs are projected onto."""
+        """The variance of its inputs within classes, summed over the directions that inputs are projected onto."""
         return float(np.trace(self.covariance[:LINEAR, :LINEAR]))
 
     @property
     def distinct(self) -> float:
-        """The share of its samples that are not repeated: repeated ones tell nothing new of a mean."""
+        """The share of its samples that are not repeated, since repeated ones add no information about a mean."""
         return min(1.0, max(0.01, 1 - self.scalars.get("duplicates", 0.0)))
 
 
 def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
-    """Return the description that an event's data hold; raises an error if they cannot be read."""
+    """Return the description in an event's data; raises an error if it is malformed."""
     names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
     scalars = {name: float(data[name]) for name in names if name in data}
     known = (
@@ -117,8 +117,9 @@ def _told_change(round_index: int, data: Mapping[str, Any]) -> DataChange | None
 def vanished_labels(
     before: Mapping[Any, int], now: Mapping[Any, int], vanished: frozenset[Any] = frozenset()
 ) -> frozenset[Any]:
-    """Return the labels that a client lost, and no other samples, from its histograms. Those that it had lost before
-    (`vanished`) count as lost until one of them is back.
+    """Return the labels of which a client lost all samples, and no other samples, from its histograms.
+
+    Those that it had lost before (`vanished`) count as lost until one of them is back.
     """
     lost = frozenset(label for label, count in before.items() if count and not now.get(label))
     kept = {label: count for label, count in before.items() if label not in lost and count}
@@ -128,16 +129,16 @@ def vanished_labels(
 
 
 class OwnData:
-    """A client's newest description, and the one that its present data are compared with."""
+    """A client's newest description, and the one that its current data are compared with."""
 
     __slots__ = ("newest", "reference")
 
     def __init__(self) -> None:
         self.newest: DataSketch | None = None
-        self.reference: DataSketch | None = None  # of data that were found unchanged for a while
+        self.reference: DataSketch | None = None  # of data that were unchanged for a while
 
     def add(self, sketch: DataSketch) -> None:
-        """Take in the next description."""
+        """Add the next description."""
         before, self.newest = self.newest, sketch
         if before is None:
             return
@@ -149,7 +150,7 @@ class OwnData:
 
     @property
     def change(self) -> DataChange | None:
-        """What was changed in the data; None if nothing was, or the samples are others."""
+        """Return what changed in the data; None if nothing did, or the samples are different ones."""
         if self.newest is None:
             return None
         if self.reference is None or self.newest.inputs is None:
@@ -157,13 +158,13 @@ class OwnData:
         return change_of_data(self.reference, self.newest)
 
     def _is_back(self, sketch: DataSketch) -> bool:
-        """Return whether the client has the data again that it was compared with: it was cured."""
+        """Return whether the client has the data of the reference again, so that it was repaired."""
         known = self.reference
         return known is not None and (known.inputs, known.labels) == (sketch.inputs, sketch.labels)
 
 
 def change_of_data(before: DataSketch, now: DataSketch) -> DataChange | None:
-    """Return what was changed between two sketches of a client; None if nothing was, or the samples are others."""
+    """Return what changed between two sketches of a client; None if nothing did, or the samples are different ones."""
     if None in (before.inputs, before.labels, now.inputs, now.labels) or before.samples != now.samples:
         return None
     if before.inputs == now.inputs:

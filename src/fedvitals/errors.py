@@ -80,9 +80,9 @@ class PluginError(FedvitalsError):
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> str:
-    """The sentence that answers a wrong name: what was got, what exists, what was probably meant."""
+    """Return the sentence that answers a wrong name: what was given, what exists, what was probably meant."""
     names = sorted(known)
     close = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    quoted = (f"'{name}'" if "," in name or " " in name else name for name in names)  # else one name looks like two
+    quoted = (f"'{name}'" if "," in name or " " in name else name for name in names)  # or one name would look like two
     return f"Unknown {what} '{got}'. Known: {', '.join(quoted) or 'none'}.{hint}"

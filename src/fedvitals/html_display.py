@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small pieces of HTML that notebooks show: text is escaped, colours are inherited, there are no scripts or classes.
+"""Small pieces of HTML for notebooks: text is escaped, colours are inherited, there are no scripts or classes.
 
 Text and background are the notebook's own, so that a display is readable in light and dark themes; a severity is a
 word with a coloured edge.
@@ -16,12 +16,12 @@ _CELL = "text-align:left;vertical-align:top;padding:2px 10px 2px 6px"
 
 
 def text(words: object) -> str:
-    """Return words from anywhere as HTML: markup escaped, characters that cannot be shown as «?»."""
+    """Return text of any origin as HTML: markup escaped, characters that cannot be shown as «?»."""
     return escape("".join(c if c.isprintable() else "?" for c in str(words)))
 
 
 def heading(name: object, *facts: object) -> str:
-    """Return a line with a name in bold and facts beside it."""
+    """Return a line with a name in bold, followed by facts."""
     quiet = " · ".join(text(fact) for fact in facts)
     return f'<div><b>{text(name)}</b> <span style="opacity:.75">{quiet}</span></div>'
 
@@ -37,7 +37,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     if not body:
         return ""
     head = "".join(f'<th style="{_CELL};opacity:.75">{text(title)}</th>' for title in titles)
-    style = "border-collapse:collapse;color:inherit;font:inherit"  # browsers' own style takes neither from around it
+    style = "border-collapse:collapse;color:inherit;font:inherit"  # by default browsers inherit neither
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -48,5 +48,5 @@ def _cell(content: object) -> str:
 
 
 def display(*parts: str) -> str:
-    """Return parts below each other as one display."""
+    """Return parts as one display, one below the other."""
     return f'<div style="max-width:70em;overflow-x:auto">{"".join(parts)}</div>'

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeds a tape from a plain loop: the monitor sees its models begin and end, so the loop needs no line of its own.
+"""Records a plain loop on a tape: the monitor sees its models begin and end, so the loop needs no code of its own.
 
-Kept are the global model before and after each round, each client's model after its training, and before each of
-them the states of this process's random generators. Tensors are copied on the training thread, because the loop goes
-on to change them, into memory that is reused; hashing and writing is done by the tape's own thread.
+It keeps the global model before and after each round, each client's model after its training, and, before each of
+these, the states of this process's random generators. Tensors are copied on the training thread, because the loop
+modifies them later, into memory that is reused; hashing and writing are done by the tape's own thread.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fedvitals.protocols import Message, Node, TapeRecorder
 if TYPE_CHECKING:
     from torch import Tensor
 
-RANDOM = "random"  # where the generators stand, in the notes of a round and in what is said of a client
-DELTA = "delta"  # what is said of an update that is a difference, not a state
-SPARE_BYTES = 256 << 20  # of unused copies of one kind, at most: what is beyond goes back to the system
+RANDOM = "random"  # key of the generators' states, in the notes of a round and of a client
+DELTA = "delta"  # marks an update that is a difference rather than a state
+SPARE_BYTES = 256 << 20  # of unused copies of one kind; beyond it memory is freed
 Tell = Callable[[str, str, str], None]
 
 
 @dataclass(slots=True)
 class _Training:
-    """A client that trains now."""
+    """A client that is training."""
 
     round: int
     model: Any
@@ -44,7 +44,7 @@ class _Training:
 
 
 class LoopTape:
-    """Hands a loop's states to a tape. Does nothing before `open`, or where the host hands over its states itself."""
+    """Passes a loop's states to a tape. Does nothing before `open`, or if the host passes its states itself."""
 
     def __init__(self) -> None:
         self._recorder: TapeRecorder | None = None
@@ -61,17 +61,17 @@ class LoopTape:
         self._copies = TensorCopies()
 
     def open(self, recorder: TapeRecorder, tell: Tell) -> None:
-        """Begin to feed `recorder`; `tell` records an event (level, name, message)."""
+        """Start recording to `recorder`; `tell` records an event (level, name, message)."""
         self._recorder, self._tell = recorder, tell
 
     def leave_to_host(self) -> None:
-        """Stop feeding the tape: the host has asked for it and feeds it itself, as the lab and Flower do."""
+        """Stop recording: the host has asked for the tape and records on it itself, as the lab and Flower do."""
         self._recorder = self._number = self._model = None
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def round_begin(self, number: int, state: Any) -> None:
-        """Hand over the global model before a round; a round without one is not taped."""
+        """Record the global model before a round; a round without one is not taped."""
         self._number = None
         if self._recorder is None:
             return
@@ -86,11 +86,11 @@ class LoopTape:
         self._recorder.begin(number, {"model": tensors}, {RANDOM: random_states()})
 
     def failed(self, error: BaseException) -> None:
-        """The round was left by an exception: it is kept as it is, for whoever looks into that."""
+        """Keep a round that was left by an exception as it is, so that it can be examined."""
         self._notes["failed"] = f"{type(error).__name__}: {error}"[:1000]
 
     def round_end(self, number: int, state: Any, metrics: Mapping[str, float]) -> None:
-        """Hand over the global model after the round, with its metrics."""
+        """Record the global model after the round, with its metrics."""
         recorder, model = self._recorder, self._model
         opened, self._number, self._model = self._number, None, None
         self._training.clear()
@@ -102,7 +102,7 @@ class LoopTape:
         recorder.gate(number)
 
     def logged(self, node: Node | None, name: str, value: float) -> None:
-        """What the loop logs itself: a client's losses, step by step; metrics of the round."""
+        """Record what the loop itself logs: a client's losses, step by step, and metrics of the round."""
         training = self._training.get(node or "")
         if training is None:
             self._metrics |= {name: value} if node is None else {}
@@ -119,13 +119,13 @@ class LoopTape:
             self._training[node] = _Training(self._number, model, random_states(), group)
 
     def client_end(self, node: Node, results: Iterable[tuple[str, Any, Any]], outcome: BaseException | None) -> None:
-        """Hand over a client's model after its training, or why it failed."""
+        """Record a client's model after its training, or why it failed."""
         training = self._training.pop(node, None)
         if training is None or self._recorder is None or training.round != self._number:
             return
         tensors = None if outcome is not None else self._copy(training.model)
         if tensors is None and outcome is None:
-            return  # no model of its own: `sent` may bring what it gave
+            return  # no model of its own; `sent` may provide its update
         self._describe((tensors or {}).values())
         measured = [float(value) for name, value, _ in results if name == "samples"]
         weight = training.samples if training.samples is not None else (measured or [1.0])[-1]
@@ -141,7 +141,7 @@ class LoopTape:
         )
 
     def sent(self, number: int, updates: Mapping[Node, Any], excluded: Sequence[Node]) -> None:
-        """Differences that the host holds, of clients whose models nobody has seen here; and whom guards leave out."""
+        """Record updates held by the host for clients whose models were not seen here; `excluded` ones are left out."""
         if self._recorder is None or self._number != number:
             return
         self._notes |= {"excluded": [*excluded]} if excluded else {}
@@ -162,14 +162,14 @@ class LoopTape:
         return self._copies(dict(zip(names, pieces, strict=True)))
 
     def _copy(self, state: Any) -> dict[str, Tensor] | None:
-        """Return a copy like `tensors_of`, in memory that is reused."""
+        """Return a copy like that of `tensors_of`, in memory that is reused."""
         tensors = _references(state)
         return None if tensors is None else self._copies(tensors)
 
-    # -- what is told once --------------------------------------------------------------------------------------------
+    # -- recorded once ------------------------------------------------------------------------------------------------
 
     def _describe(self, tensors: Iterable[Tensor]) -> None:
-        """What the bits depend on. CUDA anywhere means that they need not come again."""
+        """Record what bitwise results depend on. With CUDA, they need not be reproducible."""
         import torch  # noqa: PLC0415
 
         devices = {tensor.device.type for tensor in tensors} - {"cpu"}
@@ -186,7 +186,7 @@ class LoopTape:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor] | None:
-    """Return a copy of a module's state or of tensors by name, without what is no tensor; None for anything else."""
+    """Return a copy of a module's state or of tensors by name, ignoring anything else; None for other objects."""
     tensors = _references(state)
     return None if tensors is None else {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -210,7 +210,7 @@ def _references(state: Any) -> dict[str, Tensor] | None:
 
 
 class _PooledCopy(dict[str, "Tensor"]):
-    """Copied tensors, whose memory goes back to its pool when this object is gone."""
+    """Copied tensors, whose memory returns to its pool when this object is freed."""
 
     def __init__(self, tensors: Mapping[str, Tensor], pool: deque[dict[str, Tensor]]) -> None:
         super().__init__(tensors)
@@ -221,15 +221,17 @@ class _PooledCopy(dict[str, "Tensor"]):
 
 
 class TensorCopies:
-    """Copies tensors by name for a tape. On the CPU, memory is reused once the tape has let go of a copy, because in a
-    large model new memory costs five times what copying does.
+    """Copies tensors by name for a tape.
+
+    On the CPU, memory is reused once the tape has released a copy, because in a large model allocating memory takes
+    five times as long as copying.
     """
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[object, ...], deque[dict[str, Tensor]]] = {}  # copies that nobody uses
+        self._pools: dict[tuple[object, ...], deque[dict[str, Tensor]]] = {}  # unused copies
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies. They are valid as long as the dictionary itself is kept."""
+        """Return copies. They are valid as long as the dictionary itself is referenced."""
         import torch  # noqa: PLC0415
 
         if not all(tensor.is_cpu for tensor in tensors.values()):  # a device's allocator is a pool already
@@ -242,7 +244,7 @@ class TensorCopies:
         try:
             spare = pool.pop()
         except IndexError:
-            with torch.inference_mode(mode=False):  # memory made in that mode cannot be written to outside of it
+            with torch.inference_mode(mode=False):  # memory allocated in inference mode cannot be written outside it
                 spare = {name: tensor.clone() for name, tensor in tensors.items()}
         else:
             for name, tensor in tensors.items():
@@ -256,7 +258,7 @@ class TensorCopies:
 def random_states() -> dict[str, Any]:
     """Return the states of the random generators of torch, NumPy and Python, without changing them.
 
-    JSON but for bytes, which the tape's thread turns into base64.
+    The result is JSON except for bytes, which the tape's thread encodes as base64.
     """
     import torch  # noqa: PLC0415
 
@@ -272,7 +274,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states_by_library: Mapping[str, Any]) -> None:
-    """Set the random generators to what `random_states` returned. StoreError if this cannot be read."""
+    """Set the random generators to what `random_states` returned. StoreError if that is malformed."""
     import torch  # noqa: PLC0415
 
     try:
@@ -298,7 +300,7 @@ def _words(words: Sequence[int]) -> bytes:
 
 
 def _place(position: Any) -> int:
-    """NumPy does not look, and would read beside its own memory."""
+    """Return a checked position: NumPy does not check it, and would read beyond its own memory."""
     if position not in range(625):
         raise ValueError(f"place {position} of 624")
     return int(position)

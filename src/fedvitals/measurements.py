@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements: what many clients measured in a round as arrays, the form in which numbers travel inside fedvitals."""
+"""Measurements: what many clients measured in a round, as arrays, the form in which numbers travel in fedvitals."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class MeasuredLayers:
 class Measurements:
     """What one or many nodes measured in a round, as arrays: the form in which numbers travel inside fedvitals.
 
-    It stands for the records that `records()` makes of it, numbered from `sequence` on: the metrics node by node, then
-    the matrices, then the sketches. `values` is [nodes, names], valid where `present`: NaN is a value, absent is not.
-    A name may stand in several columns, for several steps. `steps` has the shape of `values`; None: no value has one.
+    It represents the records that `records()` returns, numbered from `sequence`: first the metrics node by node, then
+    the matrices, then the sketches. `values` is [nodes, names], valid where `present`: NaN is a value, absent is not. A
+    name may have several columns, for several steps. `steps` has the shape of `values`; None if no value has one.
     """
 
     run: str
@@ -65,7 +65,7 @@ class Measurements:
     sketch_version: int = 1
     source: str = ""
     sequence: int = 0
-    metric_count: int = field(init=False)  # how many metrics these are
+    metric_count: int = field(init=False)  # the number of metrics
     _count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Measurements:
         object.__setattr__(self, "_count", count)
 
     def __len__(self) -> int:
-        """How many records these are."""
+        """The number of records represented."""
         return self._count
 
     def place(self, row: int, step: int | None = None) -> Where:
@@ -85,22 +85,22 @@ class Measurements:
         return Where(self.run, self.round, self.nodes[row], step, None, self.groups[row])
 
     def measured_nodes(self) -> list[str | None]:
-        """Return the nodes that something was measured of."""
+        """Return the nodes that have measurements."""
         return [self.nodes[row] for row in self._rows()]
 
     def places(self) -> list[Where]:
-        """Return the coordinates of the nodes that something was measured of."""
+        """Return the coordinates of the nodes that have measurements."""
         return [self.place(row) for row in self._rows()]
 
     def _rows(self) -> list[int]:
-        """The rows of the nodes that something was measured of, in order."""
+        """Return the rows of the nodes that have measurements, in order."""
         rows = {*self.sketch_rows}.union(*(part.rows for part in self.layers))
         if self.metric_count and len(rows) < len(self.nodes):
             rows.update(np.flatnonzero(self.present.any(axis=1)).tolist())
         return sorted(rows)
 
     def metrics(self) -> Iterator[tuple[int, str, float, int | None]]:
-        """Every metric: row of its node, name, value, step; node by node."""
+        """Yield every metric: row of its node, name, value, step; node by node."""
         values, steps, names = self.values.tolist(), None if self.steps is None else self.steps.tolist(), self.names
         for row, column in zip(*(index.tolist() for index in np.nonzero(self.present)), strict=True):
             step = NO_STEP if steps is None else steps[row][column]
@@ -109,7 +109,7 @@ class Measurements:
     def columns(
         self, wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, list[int], list[float], Sequence[int | None]]]:
-        """The metrics of the wanted names, column by column: name, rows of nodes, values, steps."""
+        """Yield the metrics of the wanted names, column by column: name, rows of nodes, values, steps."""
         for column, name in enumerate(self.names):
             if wanted(name):
                 rows = np.flatnonzero(self.present[:, column])
@@ -119,7 +119,7 @@ class Measurements:
                 yield name, rows.tolist(), self.values[rows, column].tolist(), steps
 
     def without_absent(self) -> Measurements:
-        """Return the same records without anything else: no node, name or value that none of them has."""
+        """Return the same records without nodes, names or values that none of them uses."""
         kept, columns = self._rows(), np.flatnonzero(self.present.any(axis=0)).tolist()
         position = {row: i for i, row in enumerate(kept)}
         cells = np.ix_(kept, columns)
@@ -136,14 +136,14 @@ class Measurements:
         )
 
     def numbered_layers(self) -> Iterator[tuple[int, MeasuredLayers]]:
-        """The matrices of each family with the sequence number of their first."""
+        """Yield the matrices of each family with the sequence number of their first record."""
         sequence = self.sequence + self.metric_count
         for part in self.layers:
             yield sequence, part
             sequence += len(part.rows)
 
     def numbered_sketches(self) -> Iterator[Sketch]:
-        """The sketches, as records."""
+        """Yield the sketches, as records."""
         sequence = self.sequence + len(self) - len(self.sketch_rows)
         for i, row in enumerate(self.sketch_rows):
             assert self.sketches is not None  # noqa: S101 - there are rows of it
@@ -152,7 +152,7 @@ class Measurements:
             yield Sketch(self.place(row), self.at, values, digest, version, self.source, sequence + i)
 
     def records(self) -> Iterator[Record]:
-        """The same as single records, for whoever wants these."""
+        """Yield the same as single records."""
         wholes = [self.place(row) for row in range(len(self.nodes))]
         for sequence, (row, name, value, step) in enumerate(self.metrics(), self.sequence):
             where = wholes[row] if step is None else self.place(row, step)
@@ -167,8 +167,10 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Many messages of a round as columns. It stands for the records that `records()` makes of it, numbered from
-    `sequence` on; `nodes` are those that the messages are about.
+    """Many messages of a round as columns.
+
+    It represents the records that `records()` returns, numbered from `sequence`; `nodes` are those that the messages
+    concern.
     """
 
     run: str
@@ -186,11 +188,11 @@ class Transfers:
     sequence: int = 0
 
     def __len__(self) -> int:
-        """How many records these are."""
+        """The number of records represented."""
         return len(self.nodes)
 
     def records(self) -> list[Record]:
-        """The same as single records."""
+        """Return the same as single records."""
         run, number, source = self.run, self.round, self.source
         places = zip(self.nodes, self.groups, self.at, range(self.sequence, self.sequence + len(self)), strict=True)
         messages = zip(self.senders, self.receivers, self.sizes, self.raw_sizes, self.seconds, self.kinds, strict=True)
@@ -207,20 +209,21 @@ class Transfers:
 
 
 def sketch_digest(values: Array) -> str:
-    """Return the digest of a sketch: the same update gives the same sums to the last bit, so equal digests are equal
-    updates.
+    """Return the digest of a sketch.
+
+    The same update gives bitwise equal sums, so equal digests mean equal updates.
     """
     return hashlib.blake2b(np.ascontiguousarray(values, "<f8").tobytes(), digest_size=8).hexdigest()
 
 
 Telemetry = Record | Measurements
-"""What sinks get. Those that do not say that they take measurements get records."""
+"""What sinks receive. Those that do not declare that they accept measurements get records."""
 Emitted = Telemetry | Transfers
 """Whatever travels from a monitor to its queues."""
 
 
 def single_records(batch: Iterable[Emitted]) -> list[Record]:
-    """All as single records, in order."""
+    """Return everything as single records, in order."""
     records: list[Record] = []
     for telemetry in batch:
         if isinstance(telemetry, Measurements | Transfers):
@@ -231,7 +234,7 @@ def single_records(batch: Iterable[Emitted]) -> list[Record]:
 
 
 def record_count(telemetry: Emitted) -> int:
-    """For how many records it stands."""
+    """Return the number of records it represents."""
     return len(telemetry) if isinstance(telemetry, Measurements | Transfers) else 1
 
 
@@ -239,9 +242,9 @@ AnyTelemetry = TypeVar("AnyTelemetry", bound=Emitted)
 
 
 def stamped(telemetry: AnyTelemetry, source: str, sequence: int) -> AnyTelemetry:
-    """Return the record or measurements with an identity, which the writer gives once, before anybody else sees them.
+    """Return the record or measurements with an identity, which the writer assigns once, before anyone else sees them.
 
-    Set in place, against the letter of «immutable»: a copy of each record would double what emitting costs.
+    Set in place although records are immutable: a copy of each record would double the cost of emitting.
     """
     object.__setattr__(telemetry, "source", source)
     object.__setattr__(telemetry, "sequence", sequence)
@@ -256,21 +259,21 @@ def run_of(telemetry: Telemetry) -> str:
 
 
 def round_of(telemetry: Emitted) -> int | None:
-    """Return the round that a record or measurements belong to; None where they belong to none."""
+    """Return the round that a record or measurements belong to; None if there is none."""
     if isinstance(telemetry, Measurements | Transfers):
         return telemetry.round
     return None if isinstance(telemetry, Run) else telemetry.where.round
 
 
 def is_important(record: Emitted) -> TypeGuard[Record]:
-    """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
+    """Return whether a full queue must keep it: findings, actions, snapshots, truths, runs, events from «warning»."""
     if isinstance(record, Event):
         return record.level in ("warning", "error", "critical")
     return isinstance(record, Run | Finding | Action | Snapshot | Truth)
 
 
 def places_of(telemetry: Telemetry) -> list[Where]:
-    """Return the coordinates of everything that it tells of; steps apart. None of a Run."""
+    """Return the coordinates of everything it describes, without steps; empty for a Run."""
     if isinstance(telemetry, Measurements):
         return telemetry.places()
     return [] if isinstance(telemetry, Run) else [telemetry.where]

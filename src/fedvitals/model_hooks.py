@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a user's model that cannot harm it: failing ones are removed, compilers and copies do not see them; and a
-quick walk through its tensors.
+"""Hooks on a user's model that cannot harm it, and a quick walk through its tensors.
+
+Failing hooks are removed, and compilers and copies do not see them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - 
 
 
 def can_be_hooked(model: Any) -> bool:
-    """Not where a hook would have the model compiled anew, or is not called."""
+    """Return whether a hook on the model is called and does not cause a recompilation."""
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
 
@@ -28,8 +29,8 @@ def holds_numbers(tensor: Tensor) -> bool:
 def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[tuple[str, Tensor]]:
     """Return a model's parameters or buffers by name, as `named_parameters()` and `named_buffers()` do.
 
-    Several times as quick: a model is walked a few times for every client and round, and one with adapters has hundreds
-    of modules.
+    It is several times faster: a model is walked a few times for every client and round, and one with adapters has
+    hundreds of modules.
     """
     public = kind[1:]
     if getattr(type(model), f"named_{public}") is not getattr(nn.Module, f"named_{public}"):
@@ -53,7 +54,7 @@ def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
 
 
 class Hook:
-    """`call` as a hook. Should it raise, `failed` is told, and it is not called again."""
+    """`call` as a hook. If it raises, `failed` is called, and `call` is not called again."""
 
     def __init__(self, call: Callable[..., None], failed: Callable[[Exception], None]) -> None:
         self._call: Callable[..., None] | None = call
@@ -76,7 +77,7 @@ class Hook:
 
 
 def idle(*_: Any) -> None:
-    """What a copy of a model has in a hook's place."""
+    """Do nothing: replaces a hook in copies of a model."""
 
 
 def _idle() -> Callable[..., None]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The colours of fedvitals, each with one meaning, for the dashboard, reports, `fv.plot`, notebooks and the terminal.
 
-The dashboard gets them as `static/palette.css` and `static/palette.js`, which this module writes. A colour never stands
-alone: severities have a shape, parts of a round and lines have their name beside them. `tests/test_palette.py` checks
-that colours which share a picture differ for readers with any kind of colour vision.
+The dashboard gets them as `static/palette.css` and `static/palette.js`, which this module writes. Colour is never the
+only sign: severities have a shape, and parts of a round and lines have a label. `tests/test_palette.py` checks that
+colours used in the same picture differ for readers with any kind of colour vision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SERIES_LIGHT = ("#0072b2", "#d55e00", "#0b5d3b", "#b53a8b", "#7d5a00", "#3399e0"
 SERIES_DARK = ("#3d9bf0", "#f0682a", "#2fc79a", "#b9789f", "#ecb445", "#a5dcff", "#e4f06a", "#d0d0d4")
 MODEL, CLIENT, OTHERS = *SERIES_LIGHT[:2], "#767676"  # the federation's model, a client, the other clients
 
-# Parts of a round. Work has a hue, waiting is grey: what is grey is time in which nothing was done.
+# Parts of a round. Work has a hue and waiting is grey, so grey marks time in which nothing was done.
 WAITING, QUEUEING = "#c9cdd2", "#e2e5e8"
 PARTS: Mapping[str, str] = {
     "download": "#56b4e9",
@@ -40,7 +40,7 @@ PARTS: Mapping[str, str] = {
     "forward": "#0072b2",
     "backward": "#0b3a5e",
     "optimizer": "#7a4a12",
-    "measure": "#6b7178",  # what fedvitals itself takes
+    "measure": "#6b7178",  # the time that fedvitals itself takes
     "upload": "#009e73",
     "receive": "#d55e00",
     "aggregate": "#cc79a7",
@@ -53,7 +53,7 @@ PARTS: Mapping[str, str] = {
     "idle": WAITING,
     "away": WAITING,
     "unaccounted": WAITING,
-    # what a round is bound by, and where bytes go
+    # what bounds a round, and where bytes go
     "data loading": "#f0e442",
     "server": "#d55e00",
     "aggregation": "#cc79a7",
@@ -70,7 +70,7 @@ DARK_PARTS: Mapping[str, str] = {
     **dict.fromkeys(("wait", "idle", "away", "unaccounted", "waiting"), "#4a4f57"), "telemetry": "#a7adb5",
 }  # fmt: skip
 
-# Magnitudes (cividis), and what has a sign: blue to orange, with the paper in the middle.
+# Magnitudes (cividis), and signed values: blue to orange, with the paper in the middle.
 CIVIDIS = (
     "#00224e", "#002e6a", "#1a386f", "#32436d", "#434e6c", "#535a6d", "#61656f", "#6f7073", "#7d7c78", "#8c8878",
     "#9b9476", "#aba072", "#bcae6c", "#cdbb63", "#dec958", "#f0d846", "#fee838",
@@ -87,7 +87,7 @@ SIGNED_DARK = (
 SEVERITY_FILLS: Mapping[str, str] = {name: LIGHT[f"{name}-fill"] for name in ("note", "warning", "critical")}
 SHAPES: Mapping[str, str] = {"note": "·", "warning": "▲", "critical": "■"}  # of a severity: never its colour alone
 
-# What a picture drawn for light paper has instead on dark paper.
+# Replacements on dark paper for the colours of pictures drawn for light paper.
 ON_DARK: Mapping[str, str] = {
     **{colour: DARK_PARTS[part] for part, colour in PARTS.items() if colour != DARK_PARTS[part]},
     **dict(zip(SERIES_LIGHT, SERIES_DARK, strict=True)),
@@ -95,7 +95,7 @@ ON_DARK: Mapping[str, str] = {
 
 
 def part_colour(part: str) -> str:
-    """Return the colour of a part of a round; one that is not known is grey."""
+    """Return the colour of a part of a round; grey for an unknown one."""
     return PARTS.get(part, WAITING)
 
 
@@ -105,7 +105,7 @@ def custom_properties(theme: Mapping[str, str]) -> str:
 
 
 def stylesheet() -> str:
-    """Return both themes as CSS: light or dark as the system says, or as the page's `data-theme`."""
+    """Return both themes as CSS: light or dark by the system's preference, or by the page's `data-theme`."""
     dark = f"color-scheme: dark; {custom_properties(DARK)}"
     return (
         f":root {{ color-scheme: light; {custom_properties(LIGHT)} }}\n"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion to plain JSON: dictionaries, lists, texts, finite numbers, booleans and null.
 
-JSON has no NaN and no infinity. The rule, in this order:
+JSON has neither NaN nor infinity. The rule, in this order:
 
-- What people and other programs are shown (`--json`, HTTP, exported tables, alerts) has null in their place.
-- What is kept as text and read again (free-form data in a store, arguments of a trace) has their names, as texts.
+- What people and other programs are shown (`--json`, HTTP, exported tables, alerts) has null instead.
+- What is stored as text and read again (free-form data in a store, arguments of a trace) has their names, as texts.
 - Records that wait in a file for their sink keep the number itself, in Python's own spelling.
 """
 
@@ -27,7 +27,7 @@ def fields_of(value: Any) -> Fields | None:
 
 
 def copied(kind: type[T], /, *sources: object, **own: Any) -> T:
-    """Make a dataclass from attributes of the same names, each of the first source that has it, and from its own."""
+    """Create a dataclass from attributes of the same names, each from the first source that has it, and from `own`."""
     for name in (name for name in kind.__dataclass_fields__ if name not in own):  # type: ignore[attr-defined]
         for source in sources:
             if hasattr(source, name):
@@ -42,7 +42,7 @@ def no_fields(_: Any) -> Fields | None:
 
 
 def unchanged(value: Any) -> Any:
-    """Keep a value as it is."""
+    """Return a value unchanged."""
     return value
 
 
@@ -51,7 +51,7 @@ def null(_: float) -> None:
 
 
 def finite(number: float | None) -> float | None:
-    """Return the number, or None if it is not finite or there is none."""
+    """Return the number, or None if it is not finite or missing."""
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -61,7 +61,7 @@ def word(number: float) -> str:
 
 
 def as_builtin(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
-    """Convert one level of a value that an encoder does not know: a dataclass, a mapping, or an array of NumPy.
+    """Convert one level of a value that an encoder does not know: a dataclass, a mapping, or a NumPy array.
 
     For the hooks of encoders (`default` of json, `enc_hook` of msgspec). `otherwise` converts everything else.
     """
@@ -73,16 +73,16 @@ def as_builtin(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PlainJson:
-    """A converter to plain JSON; calling it with a value returns the plain one. The defaults suit what is shown."""
+    """A converter to plain JSON; calling it with a value returns the plain one. The defaults suit displays."""
 
     nonfinite: Callable[[float], Any] = null
-    fields: Callable[[Any], Fields | None] = fields_of  # of a value that counts as a mapping
-    unknown: Callable[[Any], Any] = unchanged  # what JSON has nothing for
+    fields: Callable[[Any], Fields | None] = fields_of  # fields of a value that counts as a mapping
+    unknown: Callable[[Any], Any] = unchanged  # applied to values without a JSON equivalent
     name: Callable[[Any], Any] = str  # the keys of mappings
     text: Callable[[str], str] = unchanged
     most: int | None = None  # entries of a mapping or a list
     absent: bool = True  # keep entries of mappings that are None
-    depth: int = -1  # levels of mappings and lists, deeper ones are `unknown`; without a limit if below 0
+    depth: int = -1  # levels of mappings and lists; deeper ones are `unknown`; no limit if negative
 
     def __call__(self, value: Any) -> Any:
         return self._plain(value, self.depth)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins: verbs and detectors that other distributions offer as entry points. Finding them imports none of them.
+"""Plug-ins: verbs and detectors that other distributions provide as entry points. Listing them imports none of them.
 
     [project.entry-points."fedvitals.verbs"]
     hello = "acme.verb:command"          # a click command
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.errors import PluginError
 
-if TYPE_CHECKING:  # it loads numpy, which `fedvitals --help` does without
+if TYPE_CHECKING:  # imports numpy, which `fedvitals --help` avoids
     from fedvitals.protocols import Detector
 
 VERBS, DETECTORS = "fedvitals.verbs", "fedvitals.detectors"  # the entry-point groups
@@ -31,15 +31,15 @@ def installed(group: str) -> list[EntryPoint]:
 
 
 def distribution_of(point: EntryPoint) -> str:
-    """Return the name of the distribution that offers an entry point, as `pip` spells it."""
+    """Return the name of the distribution that provides an entry point, as `pip` spells it."""
     return point.dist.name if point.dist is not None else "an unknown distribution"
 
 
 def load(point: EntryPoint, kind: str, accepts: Callable[[Any], bool], expected: str) -> Any:
     """Import what an entry point names and return it.
 
-    Raises PluginError, which names the plug-in and its distribution, where that fails or `accepts` says no. `kind` and
-    `expected` are words for its message: «verb», «a click command».
+    Raises PluginError, which names the plug-in and its distribution, if that fails or `accepts` returns False. `kind`
+    and `expected` are words for its message: «verb», «a click command».
     """
     who = f"The {kind} '{point.name}' of {distribution_of(point)}"
     try:
@@ -52,7 +52,7 @@ def load(point: EntryPoint, kind: str, accepts: Callable[[Any], bool], expected:
 
 
 def load_detectors(point: EntryPoint) -> tuple[Detector, ...]:
-    """Import the detector, or the detectors, that an entry point names."""
+    """Import and return the detector, or the detectors, that an entry point names."""
     expected = "a function of (history, round_index), or a sequence of such functions"
     plugin = load(point, "detector", lambda plugin: all(map(_is_detector, _listed(plugin))), expected)
     return tuple(_listed(plugin))
@@ -63,11 +63,11 @@ def _listed(plugin: Any) -> Sequence[Any]:
 
 
 def _is_detector(plugin: Any) -> bool:
-    """Whether it can be called with a history and a round."""
+    """Return whether it can be called with a history and a round."""
     try:
         inspect.signature(plugin).bind(None, 0)
     except TypeError:  # not callable, or with other parameters
         return False
-    except ValueError:  # compiled, without a signature: known when it is called
+    except ValueError:  # compiled, without a signature: only a call will tell
         return callable(plugin)
     return True

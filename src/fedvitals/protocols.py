@@ -22,13 +22,13 @@ Rounds = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a schedule may look at when it decides whether a probe measures now."""
+    """What a schedule can use to decide whether a probe measures now."""
 
     round: int | None
     node: Node | None
     step: int
-    seconds_of_step: float  # how long the step before this one took, measuring included
-    cost_so_far: float  # seconds that the probe in question has taken in this run
+    seconds_of_step: float  # duration of the previous step, including measuring
+    cost_so_far: float  # seconds that this probe has taken in this run
 
 
 Schedule = Callable[[Moment], bool]
@@ -44,16 +44,16 @@ class Probe(Protocol):
     """
 
     def __call__(self, view: Any, /) -> Mapping[str, Any]:
-        """Return what was measured."""
+        """Return the measured numbers by name."""
         ...
 
 
 @runtime_checkable
 class PreparedProbe(Protocol):
-    """A probe that needs to see the forward or backward pass of a scheduled step: it is prepared before the step."""
+    """A probe that must see the forward or backward pass of a scheduled step, and is prepared before it."""
 
     def prepare(self, view: Any, charge: Callable[[Callable[[], None]], None], /) -> Callable[[], Mapping[str, Any]]:
-        """Get ready for one step. Returns a function that ends this and gives what was measured.
+        """Prepare for one step. Returns a function that ends the preparation and returns what was measured.
 
         Work during the step is passed to `charge`, which runs it and counts its time as the probe's.
         """
@@ -68,20 +68,20 @@ def name_of(part: object) -> str:
 
 @runtime_checkable
 class RecordWriter(Protocol):
-    """The least that a user's own sink has. `transport.sink_adapter` makes a `Sink` of it."""
+    """The minimum that a user's own sink provides. `transport.sink_adapter` turns it into a `Sink`."""
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take records, in the order in which they were made. What is raised is retried later, but for RecordError."""
+        """Accept records, in the order in which they were made. Errors are retried later, except RecordError."""
         ...
 
 
 @runtime_checkable
 class Sink(RecordWriter, Protocol):
-    """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training.
+    """Receives records: the store, an exporter, an alert. It may be slow or fail; it runs apart from the training.
 
-    Inherit from it: all but `write` have defaults. `name`: for messages; by default the class's. `ignores`: kinds of
-    records that are not handed to it. `takes_measurements`: whether `write` takes `Measurements`, too;
-    `takes_transfers`: both these and `Transfers`; else it gets the records that they stand for.
+    Inherit from it: all methods except `write` have defaults. `name`: used in messages; by default the class's.
+    `ignores`: kinds of records that it is not given. `takes_measurements`: whether `write` also accepts `Measurements`;
+    `takes_transfers`: both these and `Transfers`; otherwise it gets the records that they represent.
     """
 
     name: str = ""
@@ -99,55 +99,55 @@ class Sink(RecordWriter, Protocol):
         del folder, families
 
     def close(self) -> None:
-        """Called once, after the last record, on the thread that wrote."""
+        """Close the sink after the last record, on the thread that wrote."""
         return
 
 
 @runtime_checkable
 class History(Protocol):
-    """What has been measured so far, for detectors: read-only; never configuration, faults or truth.
+    """What has been measured so far, for detectors: read-only, without configuration, planted faults or truth.
 
     Implementations in memory and on SQL give the same answers.
     """
 
     def rounds(self) -> list[int]:
-        """Every round with a record, ascending."""
+        """Return every round with a record, ascending."""
         ...
 
     def nodes(self) -> list[Node]:
-        """Every node with a record, sorted by name (digits by value: c2 before c10)."""
+        """Return every node with a record, sorted by name (digits by value: c2 before c10)."""
         ...
 
     def layers(self, family: str) -> tuple[str, ...]:
-        """The names of a family's layers, first to last; () when there are none."""
+        """Return the names of a family's layers, first to last; () if there are none."""
         ...
 
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
-        """Each node's newest value of a metric in that round."""
+        """Return each node's newest value of a metric in that round."""
         ...
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
-        """One node's metric over the rounds (its newest value in each)."""
+        """Return one node's metric over the rounds (its newest value in each)."""
         ...
 
     def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
-        """One layer's statistic as [rounds × nodes]; NaN where a node took no part."""
+        """Return one layer's statistic as [rounds × nodes]; NaN where a node did not take part."""
         ...
 
     def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
-        """One round's statistics of every node, as [nodes × `layers(family)` × statistics]; NaN where there is none.
+        """Return one round's statistics of all nodes, as [nodes × `layers(family)` × statistics]; NaN where missing.
 
-        Of each node its newest record of the whole round; those of single steps are left out.
+        Uses each node's newest record of the whole round; records of single steps are left out.
         """
         ...
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
-        """Events, oldest first; of one name and from one round on where these are given."""
+        """Return events, oldest first; optionally of one name, and from one round on."""
         ...
 
 
 class Detector(Protocol):
-    """A pure function from what was measured up to a round to what is wrong; the same live and on an old store."""
+    """A pure function from what was measured up to a round to what is wrong; the same live and on a stored run."""
 
     def __call__(self, history: History, round_index: int, /) -> Iterable[Finding]:
         """Return the findings of a round."""
@@ -155,42 +155,42 @@ class Detector(Protocol):
 
 
 Correction = Callable[[Finding, History], Action | None]
-"""From a finding to what could be done about it, as data; the host decides and applies."""
+"""From a finding to a possible remedy, as data; the host decides and applies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A client's answer, as it arrived at its parent: for a tape."""
+    """A client's answer as it arrived at its parent, for a tape."""
 
     node: Node
-    tensors: Mapping[str, Any] | None  # by name; None where nothing came
-    weight: float = 0.0  # in the aggregation, as the client told it
+    tensors: Mapping[str, Any] | None  # by name; None if nothing arrived
+    weight: float = 0.0  # in the aggregation, as claimed by the client
     used: bool = True  # whether it is aggregated
     group: str | None = None
-    start: str = "model"  # the name of the state that it was trained from
+    start: str = "model"  # name of the state that training started from
     losses: Any = None  # [steps], of its local batches
     error: str | None = None
-    notes: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
+    notes: Mapping[str, Any] | None = None  # whatever else the host wants to keep, as JSON
 
 
 @runtime_checkable
 class TapeRecorder(Protocol):
-    """What a host hands to a tape, round by round. States are tensors by name, several of them by names of their own.
+    """What a host passes to a tape, round by round. A state is a mapping of tensors by name; each state has a name.
 
-    All that is handed over is the recorder's: nobody changes it afterwards. It never raises, and all but `gate` never
-    wait.
+    Everything passed belongs to the recorder: nobody may modify it afterwards. It never raises, and no method but
+    `gate` ever waits.
     """
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Once, before the first round: what re-executing the run needs, as JSON."""
+        """Record, once and before the first round, what re-executing the run needs, as JSON."""
         ...
 
     def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
-        """All that is known before a round: «model», and whatever the server remembers besides."""
+        """Record everything known before a round: «model», and any other state of the server."""
         ...
 
     def messages(self, round_index: int, messages: Sequence[Message]) -> None:
-        """The clients' answers, as they arrived."""
+        """Record the clients' answers, as they arrived."""
         ...
 
     def end(
@@ -200,36 +200,36 @@ class TapeRecorder(Protocol):
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        """All that is known after a round, as in `begin`, and its metrics."""
+        """Record everything known after a round, as in `begin`, and its metrics."""
         ...
 
     def gate(self, round_index: int) -> None:
-        """Between two rounds. The one place that may wait: for a person who debugs, and has asked for it."""
+        """Called between two rounds. The only method that may wait, for a user who has started the debugger."""
         ...
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A plain loop, as far as it must be known to run a part of it again. May have an `aggregate` besides:
+    """A plain loop, with what is needed to run a part of it again. It may also have an `aggregate`:
 
-    aggregate(state, updates, weights) gives the next global state; the others are by node.
+    aggregate(state, updates, weights) returns the next global state; updates and weights are by node.
     """
 
     def restore(self, round_index: int, tensors: dict[str, Any], notes: Mapping[str, Any], /) -> Any:
-        """The global model as it was before a round, in whatever form `train` begins from; once for each client."""
+        """Return the global model before a round, in whatever form `train` starts from; called once for each client."""
         ...
 
     def train(self, node: Node, state: Any, round_index: int, /) -> Any:
-        """One client's local training, from there: its state, or a pair of it and the losses of its steps."""
+        """Return the result of one client's local training: its state, or a pair of it and the losses of its steps."""
         ...
 
 
 @runtime_checkable
 class RoundObserver(Protocol):
-    """The part of an `Observer` by which one is recognised: it has methods alone, so that checking calls none."""
+    """The part of an `Observer` used to recognise one: it has only methods, so the check calls nothing."""
 
     def round_begin(self, round_index: int, global_state: Any = None) -> None:
-        """A round begins. `global_state`: the global model, where the host has it as a module."""
+        """Begin a round. `global_state`: the global model, if the host has it as a module."""
         ...
 
     def round_end(
@@ -238,20 +238,20 @@ class RoundObserver(Protocol):
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """A round is over. `metrics`: what the host knows of it, by name."""
+        """End a round. `metrics`: what the host knows about it, by name."""
         ...
 
 
 @runtime_checkable
 class Observer(RoundObserver, Protocol):
-    """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
+    """What a host (a plain loop, the lab, Flower) reports about a federation as it trains.
 
-    `Monitor.host` is one. A host that has no observer passes `NullObserver()`, which costs nothing.
+    `Monitor.host` is one. A host without an observer passes `NullObserver()`, which costs nothing.
     """
 
     @property
     def recorder(self) -> TapeRecorder | None:
-        """The tape that wants to have the states themselves; None where there is none."""
+        """The tape that records the states themselves; None if there is none."""
         ...
 
     def client_begin(
@@ -264,63 +264,64 @@ class Observer(RoundObserver, Protocol):
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        """A client begins to train. `group`: its edge, cluster or ring."""
+        """Report that a client begins to train. `group`: its edge, cluster or ring."""
         ...
 
     def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
-        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
+        """Report statistics computed by the host: [layers, columns], or [clients, layers, columns] for many nodes."""
         ...
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
-        """A client has trained; `outcome` is what its training raised."""
+        """Report that a client has trained; `outcome` is the exception that its training raised."""
         ...
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
-        """Before a round begins: every correction in force in it; what is not named any more is undone.
+        """Return, before a round begins, every correction in force in it; any other is undone.
 
-        Of kind «checkpoint», where there may be need of one: the host keeps the state as it is now, by the number of
-        the round before, and of the older ones those in `keep`. An action with `restore` begins from such a state.
+        An action of kind «checkpoint» is included when one may be needed: the host keeps the current state under the
+        number of the round before, and of the older ones those in `keep`. An action with `restore` starts from such a
+        state.
         """
         ...
 
     def refused(self, action: Action, why: str) -> None:
-        """The host cannot apply it: why, as a sentence."""
+        """Report that the host cannot apply an action, with the reason as a sentence."""
         ...
 
     def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
-        """Before aggregation: what each client sends. Guards answer whom to «exclude»; the host applies."""
+        """Report, before aggregation, what each client sent. Returns whom to «exclude», which the host applies."""
         ...
 
     def transfer_each(self, messages: Sequence[tuple[Node, Node, int, int, float | None, str]]) -> None:
-        """Messages: sender, receiver, bytes, bytes before compression, seconds where known, and kind of each."""
+        """Report messages, each as sender, receiver, bytes, bytes before compression, seconds if known, and kind."""
         ...
 
     def for_worker(self) -> WorkerObserver:
-        """An observer for a child process, where clients train: it can be pickled."""
+        """Return an observer for a child process in which clients train; it can be pickled."""
         ...
 
     def absorb(self, payload: bytes) -> None:
-        """What a worker's `payload()` gave, inside the round."""
+        """Accept what a worker's `payload()` returned, within the round."""
         ...
 
     def experiment(self, text: str) -> None:
-        """Before the first round: the lab's experiment, with which the run can be run again."""
+        """Report, before the first round, the lab's experiment, from which the run can be repeated."""
         ...
 
     def truth(self, fault: Mapping[str, Any]) -> None:
-        """What the host made ill on purpose (kind, nodes, since, until, and how), for trials; no detector sees it."""
+        """Record a planted fault (kind, nodes, since, until, and how), for trials; no detector sees it."""
         ...
 
     def expect(self, *nodes: Node) -> None:
-        """Whose telemetry should come home in this round: who is missing at its end is told as lost."""
+        """Declare whose telemetry should arrive in this round; what is missing at its end is reported as lost."""
         ...
 
     def log(self, values: Mapping[str, float], /, *, node: Node | None = None) -> None:
-        """Scalars of a node (None: of the round)."""
+        """Record metrics of a node (None: of the round)."""
         ...
 
     def log_each(self, name: str, values: Mapping[Node, float]) -> None:
-        """A scalar of several nodes, by node."""
+        """Record one metric of several nodes, by node."""
         ...
 
     def span(
@@ -333,34 +334,34 @@ class Observer(RoundObserver, Protocol):
         parent: str | None = None,
         **attributes: Any,
     ) -> str | None:
-        """A stretch of time that the host knows of: on its own clock where that is a virtual one.
+        """Record a span known to the host, on its own clock if that is virtual.
 
-        Gives its id, if it was kept, as the `parent` of what lies inside. `parts`: what it consists of, as in
+        Returns its id if it was kept, for use as the `parent` of spans inside it. `parts`: what it consists of, as in
         `fedvitals.time_parts`.
         """
         ...
 
     def spent(self, part: str, seconds: float, node: Node = "server") -> None:
-        """A node spent so many (real) seconds of this round on a part that is named in `time_parts`; adds up."""
+        """Record that a node spent (real) seconds of this round on a part named in `time_parts`; repeated calls add."""
         ...
 
     def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:
-        """A client elsewhere was asked and has answered: before `absorb` and `client_end`, as times since the epoch.
+        """Record a completed exchange with a remote client, before `absorb` and `client_end`. Times since the epoch.
 
-        `sent` and `returned` by the server's clock, `received` and `replied` by the client's.
+        `sent` and `returned` are on the server's clock, `received` and `replied` on the client's.
         """
         ...
 
     def event(
         self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Something that happened: a client that dropped out, clusters that merged."""
+        """Record an event, such as a client that dropped out or clusters that merged."""
         ...
 
 
 @runtime_checkable
 class Observed(Protocol):
-    """What has an observer for hosts, as a `Monitor` does."""
+    """Anything with an observer for hosts, such as a `Monitor`."""
 
     @property
     def host(self) -> Observer:
@@ -369,9 +370,9 @@ class Observed(Protocol):
 
 
 def observer_of(observer: Observer | Observed | None) -> Observer:
-    """The observer that a host was passed: itself, that of a monitor, or for None one that watches nothing.
+    """Return the observer for what a host was passed: itself, a monitor's, or for None one that watches nothing.
 
-    ConfigError where it is none of these.
+    ConfigError if it is none of these.
     """
     if observer is None:
         return NullObserver()
@@ -384,7 +385,7 @@ def observer_of(observer: Observer | Observed | None) -> Observer:
 
 @runtime_checkable
 class WorkerObserver(Protocol):
-    """What a host tells in a child process. Its records go home as the bytes of `payload()`, after each client."""
+    """What a host reports in a child process. Its records return as the bytes of `payload()`, after each client."""
 
     def client_begin(
         self,
@@ -396,11 +397,11 @@ class WorkerObserver(Protocol):
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        """A client begins to train in this process."""
+        """Report that a client begins to train in this process."""
         ...
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
-        """A client has trained; `outcome` is what its training raised."""
+        """Report that a client has trained; `outcome` is the exception that its training raised."""
         ...
 
     def transfer(
@@ -412,19 +413,19 @@ class WorkerObserver(Protocol):
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
-        """A message went from one node to another."""
+        """Record a message between two nodes."""
         ...
 
     def stack_begin(self, stack: Stack) -> None:
-        """Clients begin to train as one batch, in place of `client_begin`."""
+        """Report that clients begin to train as one batch, in place of `client_begin`."""
         ...
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:
-        """Before an optimiser step: [clients, weights] and [clients], valid only now."""
+        """Measure before an optimiser step: [clients, weights] and [clients], valid only during the call."""
         ...
 
     def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
-        """The batch of clients has trained; `failed`: who did not, and why."""
+        """Report that the batch of clients has trained; `failed`: the clients that failed, and why."""
         ...
 
     def payload(self) -> bytes:
@@ -433,7 +434,7 @@ class WorkerObserver(Protocol):
 
 
 class NullObserver:
-    """Watches nothing, at no cost; in a worker, too."""
+    """Watches nothing, at no cost, in a worker as well."""
 
     recorder: TapeRecorder | None = None
 

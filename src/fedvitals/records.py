@@ -24,7 +24,7 @@ Json = Mapping[str, Any]
 AnyName = object
 """A node's name as a host gives it: a text, or anything that has one (an integer, an enum's member, a path, a UUID)."""
 LONGEST_RUN_ID = 200
-MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
+MOST_ROUNDS = 1 << 53  # beyond this, JSON and JavaScript have no exact integers
 EARLIER_SCALES = "scale.earlier"  # an event: the gradient scale of earlier runs of the same model
 
 
@@ -55,7 +55,7 @@ def node_name(name: AnyName) -> str:
     ConfigError for None and for names without any text.
     """
     if isinstance(name, str):
-        text = str.__str__(name)  # the value of an enum's member that is a text itself, not its label
+        text = str.__str__(name)  # for an enum member that is a string, its value rather than its label
     elif isinstance(name, bool):
         text = str(name)
     else:
@@ -69,12 +69,12 @@ def node_name(name: AnyName) -> str:
 
 
 def group_name(group: AnyName | None) -> str | None:
-    """Return a group's name as text; None stays None: a client of no group."""
+    """Return a group's name as text; None, for a client without a group, stays None."""
     return None if group is None else node_name(group)
 
 
 def check_run_id(run: str) -> str:
-    """Return the id for a new run; ConfigError unless it can be the name of a folder and a part of an address."""
+    """Return the id for a new run; ConfigError unless it can be the name of a folder and part of a URL."""
     if 0 < len(run) <= LONGEST_RUN_ID and run.isprintable() and not set(run) & set("/\\") and run not in (".", ".."):
         return run
     raise ConfigError(
@@ -84,7 +84,7 @@ def check_run_id(run: str) -> str:
 
 
 def as_round_index(number: object) -> int:
-    """Return a round's number as an int; ConfigError unless it is an integer (also of NumPy or torch) from 0 on."""
+    """Return a round's number as an int; ConfigError unless it is an integer (NumPy and torch included) from 0."""
     try:
         index = operator.index(number)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
@@ -104,21 +104,21 @@ _GROUP = re.compile(
 
 
 def is_client(node: str | None) -> bool:
-    """Whether the node trains: not the server, nor an edge, cluster or ring."""
+    """Return whether the node trains: it is not the server, an edge, cluster or ring."""
     return node is not None and node != "server" and _GROUP.fullmatch(node) is None
 
 
-@functools.lru_cache(maxsize=1 << 16)  # pages sort the names of a thousand clients again and again
+@functools.lru_cache(maxsize=1 << 16)  # pages repeatedly sort the names of a thousand clients
 def natural(name: str) -> tuple[object, ...]:
-    """Sort key by which c2 comes before c10."""
+    """Return a sort key by which c2 comes before c10."""
     parts: list[object] = list(_DIGITS.split(name))
-    # Length, then text: the order of the numbers, at any number of digits.
+    # Length, then text: numeric order, for any number of digits.
     parts[1::2] = [(len(digits), digits) for digits in (str(part).lstrip("0") for part in parts[1::2])]
     return (*parts, name)
 
 
 def printable(text: str) -> str:
-    """Return a name with each character that cannot be shown (tab, no-break space, joiner) as its escape: `\\u200d`."""
+    """Return a name with each character that cannot be shown (tab, no-break space, joiner) escaped, as in `\\u200d`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -133,7 +133,7 @@ class Layer:
     dtype: str
 
     def __post_init__(self) -> None:
-        # Here, and not where names are shown: both ends of the wire must compute the same digest of a table.
+        # Checked here rather than where names are shown, because both ends must compute the same digest of a table.
         if not (self.name.isprintable() and self.dtype.isprintable()):
             object.__setattr__(self, "name", printable(self.name))
             object.__setattr__(self, "dtype", printable(self.dtype))
@@ -141,7 +141,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """The layers that the rows of a LayerStats matrix stand for, named by its digest."""
+    """The layers that the rows of a LayerStats matrix represent, identified by its digest."""
 
     rows: str  # "parameter", "buffer", "module", "model" (one row, for all weights together) or "class"
     layers: tuple[Layer, ...]
@@ -220,7 +220,7 @@ class LayerStats:
             raise RecordError(f"LayerStats of family '{self.family}' need shape {wanted}, got {self.matrix.shape}.")
 
     def __add__(self, other: LayerStats) -> LayerStats:
-        """Both as one, at the coordinates they share: where they differ, the sum is about «the whole»."""
+        """Return both merged, at the coordinates they share: where they differ, the sum is about «the whole»."""
         if (self.family, self.table) != (other.family, other.table):
             raise RecordError(
                 f"Cannot merge '{self.family}' of layer table {self.table} with '{other.family}' of {other.table}: "
@@ -240,7 +240,7 @@ class LayerStats:
         return LayerStats(where, max(self.at, other.at), self.family, both, self.table)
 
     def get(self, statistic: str) -> Array:
-        """One statistic of every layer: «mean», «std», «l2», «absmax», «mean_magnitude», «sparsity», ..."""
+        """Return one statistic of every layer: «mean», «std», «l2», «absmax», «mean_magnitude», «sparsity», ..."""
         return derive(self.family, self.matrix, statistic)
 
 
@@ -262,7 +262,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes that went from one node to another; raw_bytes is their size before compression."""
+    """Bytes sent from one node to another; raw_bytes is their size before compression."""
 
     where: Where
     at: float
@@ -303,7 +303,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A random projection of an update: angles and distances between updates survive it, at any model size."""
+    """A random projection of an update, which preserves angles and distances between updates at any model size."""
 
     where: Where
     at: float
@@ -364,7 +364,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a correction proposes, and what became of it. Only the host applies it."""
+    """What a correction proposes, and its outcome. Only the host applies it."""
 
     where: Where
     at: float
@@ -379,7 +379,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A tensor state on the replay tape, named by its content."""
+    """A tensor state on the replay tape, identified by its content."""
 
     where: Where
     at: float
@@ -392,9 +392,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What a lab made ill on purpose, for trials to compare findings with. No detector gets to see it."""
+    """A fault planted by a lab, for trials to compare findings with. No detector sees it."""
 
-    where: Where  # the run; not the round and node of the fault, which `nodes`, `since` and `until` tell
+    where: Where  # the run; the round and node of the fault are in `nodes`, `since` and `until`
     at: float
     kind: str  # «label_noise», «sign_flip», ...
     nodes: tuple[str, ...] = ()
@@ -413,11 +413,11 @@ FAILURES: Mapping[str, str] = {
     "update.refused": "its update could not be used",
     "worker.lost": "what it measured did not come home",
 }
-"""Events about a client that was asked and of which something did not come: the one list of all that count failures."""
+"""Events about a client that was asked and did not deliver everything: the one list for all that count failures."""
 
 Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot | Truth
 
 
 def matrix_of(records: Sequence[LayerStats]) -> Array:
-    """The records' matrices merged to one."""
+    """Return the records' matrices merged into one."""
     return merge(records[0].family, [record.matrix for record in records])

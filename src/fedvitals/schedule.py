@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When to measure: plain functions from a moment to yes or no.
 
-`last()` is not a question about a step, since nobody knows which step will be the last: it marks a probe to be run
-once, when the client's scope closes.
+`last()` is not a test on a step, since nobody knows which step will be the last: it marks a probe to be run once, when
+the client's scope closes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedvitals.protocols import Moment, Schedule
 
 
 def always(_moment: Moment) -> bool:
-    """Every step."""
+    """Measure at every step."""
     return True
 
 
@@ -28,7 +28,7 @@ def last() -> Schedule:
 
 
 def at_exit(_moment: Moment) -> bool:
-    """The schedule that `last()` returns: no step, but the end of the scope."""
+    """The schedule that `last()` returns: at no step, but at the end of the scope."""
     return False
 
 
@@ -43,7 +43,7 @@ def every(n: int) -> Schedule:
     """
     if n < 1:
         raise ConfigError(f"every(n) needs n of at least 1, got {n}.")
-    return partial(_every, n)  # no lambda: a schedule goes along to worker processes
+    return partial(_every, n)  # not a lambda, because schedules are sent to worker processes
 
 
 def first(n: int) -> Schedule:
@@ -94,12 +94,12 @@ class budget:  # noqa: N801 - reads as its siblings every() and first()
 
     def __call__(self, moment: Moment) -> bool:
         if moment.cost_so_far < self._spent:
-            self._spent = 0.0  # another run, whose costs start from nothing
+            self._spent = 0.0  # a new run, whose costs start from zero
         cost = moment.cost_so_far - self._spent
         if cost > 0:
             self._spent, self._expected = moment.cost_so_far, cost
             self._allowance -= cost
-        # The step's length holds our own cost, which must not earn an allowance.
+        # The length of the step includes our own cost, which must not earn an allowance.
         earned = max(0.0, moment.seconds_of_step - max(0.0, cost)) * self.percent / 100
         cap = max(self._expected, self.BURST_SECONDS * self.percent / 100)
         self._allowance = min(self._allowance + earned, cap)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the running code stands in the federation: one contextvar, the only global of the project."""
+"""The position of the running code in the federation: one contextvar, the only global of the project."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The innermost open run, round and node, and whom to hand a record that is made here.
+    """The innermost open run, round and node, and the function that takes records made here.
 
-    `emit` takes any record; it is typed loosely because this module lies below the records.
+    `emit` accepts any record; it is loosely typed because this module is below the records.
     """
 
     run: str
@@ -24,7 +24,7 @@ class Scope:
     trace: str = ""
     span: str | None = None
     parent: str | None = None
-    watch: Callable[..., Any] | None = None  # inside of a client: takes its model, if it has none yet (see `fv.watch`)
+    watch: Callable[..., Any] | None = None  # inside a client: takes its model, if it has none yet (see `fv.watch`)
 
 
 current: ContextVar[Scope | None] = ContextVar("fedvitals_scope", default=None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of layer statistics: which columns a family has, how they merge, what derives from them.
 
-Everything measured of a tensor is a row of sums that can be added: step + step = client-round, client + client =
-edge, edge + edge = round. A *family* names such a row. Arrays are `[..., layers, columns]`, float64.
+Everything measured of a tensor is a row of sums that can be added: steps add up to a client-round, clients to an edge,
+edges to the round. A *family* names such a row. Arrays are `[..., layers, columns]`, float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 STATISTICS = ("count", "sum", "sum_squares", "sum_magnitudes", "min", "max", "zeros", "nans", "infs")
-LABEL_CLASSES = 10_000  # in a label histogram: clients send no more, and the server takes no more
+LABEL_CLASSES = 10_000  # in a label histogram: clients send at most this many, and the server accepts no more
 COUNT, SUM, SUM_SQUARES, SUM_MAGNITUDES, MIN, MAX, ZEROS, NANS, INFS = range(9)
 
 STEP_COLUMNS = (
@@ -32,7 +32,7 @@ STEP_COLUMNS = (
 )
 HEALTH_COLUMNS = ("units", "dead", "saturated", "sign_diverse")
 CLASS_COLUMNS = ("samples", "loss", "loss_squares", "right", "guessed")
-MOST_CLASSES = 100  # with a row of their own in `training.classes`; a task with more has no such table
+MOST_CLASSES = 100  # with a row each in `training.classes`; a task with more has no such table
 ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
 PEER_COLUMNS = (
     "cosine",
@@ -63,7 +63,7 @@ PEERS = {
 }
 """The columns of the family `update.peers`."""
 
-ADAPTER_ROWS = "adapter"  # the kind of a table whose rows are low-rank adapters, each of an A and a B
+ADAPTER_ROWS = "adapter"  # the kind of a table whose rows are low-rank adapters, each with an A and a B
 ADAPTER_COLUMNS = (
     "rank",
     "norm",
@@ -90,10 +90,10 @@ ADAPTERS = {
     "error_by_rank": "the same, each direction averaged over the clients that have it",
     "moved": "clients whose product differs from what they were sent",
 }
-"""The columns of the family `update.adapters`; of a client, the first three and NaN."""
-DIRECTIONS = 16  # singular directions of an adapter that are told
+"""The columns of the family `update.adapters`; for a client, only the first three are set, the others are NaN."""
+DIRECTIONS = 16  # singular directions recorded of an adapter
 
-CLASS_ROWS = "class"  # the kind of a table whose rows are classes, and no layers of a model
+CLASS_ROWS = "class"  # the kind of a table whose rows are classes rather than layers of a model
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64
@@ -101,7 +101,7 @@ HISTOGRAM_COLUMNS = tuple(f"{sign}2^{LOWEST_EXPONENT + i}" for sign in ("-", "+"
 
 
 def merge_sums(rows: Array) -> Array:
-    """One row from rows stacked along axis 0: sums add, the smallest and the largest are kept."""
+    """Merge rows stacked along axis 0 into one: sums add, the smallest and the largest are kept."""
     merged: Array = rows.sum(axis=0)
     merged[..., MIN] = rows[..., MIN].min(axis=0)
     merged[..., MAX] = rows[..., MAX].max(axis=0)
@@ -114,10 +114,11 @@ def merge_counts(rows: Array) -> Array:
 
 
 def merge_steps(rows: Array) -> Array:
-    """Totals add; the largest norm and change keep the step where they stood; the last value is that of the last step.
+    """Merge rows of step statistics.
 
-    A tie is settled by the earlier step, so that the order of merging does not matter. NaN counts as the largest.
-    A row of zeros, «no step», is neutral.
+    Totals add; the largest norm and change keep the step where they occurred; the last value is that of the last step.
+    A tie goes to the earlier step, so that the order of merging does not matter. NaN counts as the largest. A row of
+    zeros, «no step», is neutral.
     """
     merged: Array = rows.sum(axis=0)
     measured = rows[..., 0] > 0
@@ -134,11 +135,11 @@ def merge_steps(rows: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the columns of a layer matrix mean, which table its rows belong to, and how two of them become one."""
+    """The meaning of the columns of a layer matrix, the table its rows belong to, and how two of them merge."""
 
     columns: tuple[str, ...]
     rows: str  # "parameter", "buffer", "module", "model" (a single row), "adapter" or "class": which layer table
-    merge: Callable[[Array], Array] | None  # None: a ratio that cannot be added
+    merge: Callable[[Array], Array] | None  # None for a ratio, which cannot be merged
     level: int = 3  # privacy level from which it may leave a client
 
 
@@ -161,15 +162,16 @@ FAMILIES: dict[str, Family] = {
 
 
 def empty_sums(*shape: int) -> Array:
-    """The neutral element of `merge_sums`: nothing counted, smallest +inf, largest -inf."""
+    """Return the neutral element of `merge_sums`: nothing counted, smallest +inf, largest -inf."""
     rows = np.zeros((*shape, len(STATISTICS)))
     rows[..., MIN], rows[..., MAX] = np.inf, -np.inf
     return rows
 
 
 def merge(family: str, matrices: Sequence[Array] | Array) -> Array:
-    """The matrices of one family, also stacked along a first axis, as one; the order does not matter (within float
-    tolerance).
+    """Return the matrices of one family, optionally stacked along a first axis, merged into one.
+
+    The order does not matter (within float tolerance).
     """
     rule = FAMILIES[family].merge
     if rule is None:
@@ -219,7 +221,7 @@ def _class_loss_std(m: Array) -> Array:
     return np.sqrt(np.maximum(variance, 0))
 
 
-# The same of `training.classes`; NaN means that the class has no samples.
+# The same for `training.classes`; NaN means that the class has no samples.
 CLASS_STATISTICS: dict[str, Callable[[Array], Array]] = {
     "loss_mean": lambda m: _over(m[..., 1], m[..., 0]),
     "loss_std": _class_loss_std,
@@ -228,7 +230,7 @@ CLASS_STATISTICS: dict[str, Callable[[Array], Array]] = {
 
 
 def statistics_of(family: str) -> tuple[str, ...]:
-    """Every statistic that `derive` knows for a family."""
+    """Return every statistic that `derive` knows for a family."""
     columns = FAMILIES[family].columns
     if columns is STATISTICS:
         return (*columns, *DERIVED)
@@ -242,7 +244,7 @@ def statistics_of(family: str) -> tuple[str, ...]:
 
 
 def derive(family: str, matrix: Any, statistic: str) -> Array:
-    """One statistic of every layer: `[..., layers, columns]` → `[..., layers]`."""
+    """Return one statistic of every layer: `[..., layers, columns]` → `[..., layers]`."""
     columns = FAMILIES[family].columns
     if statistic in columns:
         return np.asarray(matrix[..., columns.index(statistic)])
@@ -260,10 +262,10 @@ def derive(family: str, matrix: Any, statistic: str) -> Array:
 
 
 def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
-    """The matrix in float32 without overflow or cancellation, for storage.
+    """Return the matrix in float32 without overflow or cancellation, for storage.
 
-    Sums of squares overflow float32 from |x| > 1.8e19 on, and a small spread around a large mean drowns in them.
-    So the nine sums travel as count, mean, std, smallest...: each in range whenever the tensor's own values were.
+    Sums of squares overflow float32 from |x| > 1.8e19, and a small spread around a large mean is lost in them. So the
+    nine sums are stored as count, mean, std, smallest...: each in range whenever the tensor's own values were.
     """
     with np.errstate(all="ignore"):
         packed = matrix.astype(np.float32)
@@ -273,7 +275,7 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
 
 
 def pack_entries(family: str, matrices: Array) -> npt.NDArray[np.float32]:
-    """Return matrices [entries, layers, columns] as `pack` does, but contiguous as [layers, columns, entries]."""
+    """Return matrices [entries, layers, columns] packed like `pack`, but contiguous as [layers, columns, entries]."""
     sums = np.ascontiguousarray(matrices.transpose(1, 2, 0))
     with np.errstate(all="ignore"):
         packed = sums.astype(np.float32)
@@ -283,7 +285,7 @@ def pack_entries(family: str, matrices: Array) -> npt.NDArray[np.float32]:
 
 
 def _pack_sums(sums: Array, packed: npt.NDArray[np.float32]) -> None:
-    """Put means and spread in place of the nine sums; both arrays are [columns, ...], the rest in any order."""
+    """Replace the nine sums by means and spread; both arrays are [columns, ...], the rest in any order."""
     finite = sums[COUNT] - sums[NANS] - sums[INFS]
     means = sums[SUM:MIN] / finite  # of values, of squares, of magnitudes
     mean, variance = means[0], means[1]
@@ -297,7 +299,7 @@ def _pack_sums(sums: Array, packed: npt.NDArray[np.float32]) -> None:
 
 
 def unpack(family: str, packed: npt.NDArray[np.float32]) -> Array:
-    """The sums back from `pack`, each within 1e-6 of what it was."""
+    """Return the sums from `pack`, each within 1e-6 of the original."""
     matrix = packed.astype(np.float64)
     if FAMILIES[family].columns is not STATISTICS:
         return matrix

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that a round's time is made of, and how a Span holds them.
 
-One Span tells of one node in one round; what its time went to stands in its attribute `parts`, seconds by name, in
-their order. That is a fifth of the records that a Span for each part would be, at the same content: `unfold` gives the
+One Span describes one node in one round; its attribute `parts` holds what the time went to, in seconds by name, in
+order. That takes a fifth of the records that a Span for each part would, with the same content: `unfold` gives the
 nested Spans wherever they are shown or exported.
 
     round                      node None: the whole
@@ -14,7 +14,7 @@ nested Spans wherever they are shown or exported.
       └ client                 the client's own training: data, forward, backward, optimizer, measure, wait
 
 Parts follow each other from the Span's beginning, unless `folded` says that each is the sum of many short stretches, as
-the phases of local steps are. The attribute `clock` is «virtual» where the lab's clock tells, and absent otherwise.
+for the phases of local steps. The attribute `clock` is «virtual» for times of the lab's clock, and absent otherwise.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from fedvitals.records import Metric, Span
 
 ROUND, SERVER, EDGE, JOURNEY, CLIENT = "round", "server", "edge", "journey", "client"  # names of Spans
 ROUND_SECONDS = "time.round"  # the metric that marks a round as complete
-NESTED = (ROUND, SERVER, EDGE, JOURNEY, CLIENT)  # from the outside in
+NESTED = (ROUND, SERVER, EDGE, JOURNEY, CLIENT)  # from the outermost to the innermost
 
-WORK = {  # parts in which something is done, and what a round is bound by that consists of them
+WORK = {  # parts in which work is done, and what bounds a round that mostly consists of them
     "download": "download",
     "data": "data loading",
     "forward": "compute",
-    "backward": "compute",  # with the loss, and clipping
+    "backward": "compute",  # including the loss and clipping
     "optimizer": "compute",
-    "compute": "compute",  # where no more is known, as on the virtual clock
-    "measure": "compute",  # what fedvitals itself takes
+    "compute": "compute",  # if no more is known, as on the virtual clock
+    "measure": "compute",  # the work of fedvitals itself
     "upload": "upload",
-    "receive": "server",  # updates: reading, checking, measuring them
+    "receive": "server",  # reading, checking and measuring updates
     "aggregate": "aggregation",
     "evaluate": "server",
     "examine": "compute",  # clients evaluate, and the server waits for them
 }
-REST = {  # parts in which a node waits, and for what
+REST = {  # parts in which a node waits, and what for
     "queue": "for its turn: a free worker, or the server, which serves one after the other",
     "start": "for its process, which is started anew for each message",
     "reply": "for its answer to be sent off, and for the server to look for it",
@@ -51,27 +51,27 @@ REST = {  # parts in which a node waits, and for what
     "idle": "between two rounds",
     "away": "not there at all",
 }
-_NUMBER = (int, float)  # made once: `int | float` is made anew wherever it stands
-LONGEST = 1e12  # seconds; whole numbers of any size may come
+_NUMBER = (int, float)  # created once: `int | float` is created anew on every evaluation
+LONGEST = 1e12  # seconds; integers of any size may arrive
 PHASES = ("data", "forward", "backward", "optimizer")  # of a local step
 
 
 def of_the_whole(record: Span | Metric) -> bool:
-    """Whether it says what a round was, for all: who runs the round says so, and no client may."""
+    """Whether a record describes the whole round: only the server may send one, not a client."""
     if isinstance(record, Span):
         return record.name in NESTED and record.name != CLIENT
-    if record.name == ROUND_SECONDS:  # whatever node it names: it would have a round examined before it is over
+    if record.name == ROUND_SECONDS:  # for any node: it would cause a round to be examined before it is over
         return True
     return record.where.node is None and record.name.startswith(("time.", "bottleneck."))
 
 
 def clock_of(span: Span) -> str:
-    """«real», or «virtual» where the lab's clock tells."""
+    """Return «real», or «virtual» for times of the lab's clock."""
     return "virtual" if span.attributes.get("clock") == "virtual" else "real"
 
 
 def parts_of(span: Span) -> dict[str, float]:
-    """What the Span's time went to; only what can be true: it may come from a machine that lies."""
+    """Return what the Span's time went to, only plausible values, since it may come from a machine that lies."""
     parts = span.attributes.get("parts")
     if not isinstance(parts, Mapping):
         return {}
@@ -80,7 +80,7 @@ def parts_of(span: Span) -> dict[str, float]:
 
 
 def unfold(span: Span) -> list[Span]:
-    """The Span's parts as Spans of their own, one after the other from its beginning; their ids follow from its own."""
+    """Return the Span's parts as Spans of their own, in sequence from its beginning; their ids derive from its own."""
     children, at = [], span.at
     folded = {"folded": True} if span.attributes.get("folded") else {}
     clock = {"clock": "virtual"} if clock_of(span) == "virtual" else {}
@@ -93,5 +93,5 @@ def unfold(span: Span) -> list[Span]:
 
 
 def edge_span(round_span: str | None, group: str) -> str:
-    """The id of a group's Span in a round: known to every process, so that what is inside can name it as its parent."""
+    """Return the id of a group's Span in a round, which every process can derive to name it as a parent."""
     return hashlib.blake2b(f"{round_span}/{group}".encode(), digest_size=8).hexdigest()

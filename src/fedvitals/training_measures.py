@@ -13,12 +13,12 @@ class Measure:
     meaning: str
     formula: str = ""
     level: int = 2  # per-client scalars need level 2 (see docs/metrics.md, «Privacy»)
-    needs: str = ""  # what the user must hand in for it to be there
+    needs: str = ""  # what the user must pass in for it to be measured
     rare: bool = False  # absent means none, not unmeasured
 
 
 LABELLED = "`data` that yields (x, y), and `loss`"
-LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
+LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squared target units for a squared error
 _CROSS_ENTROPY = "a classifier that trains by cross-entropy on one label per sample; `standard` or `deep`"
 _SQUARED_ERROR = "a regression that trains by a squared error, and `data` of two tensors; `standard` or `deep`"
 _OPTIMIZER = "a model that an optimiser of torch trains"
@@ -170,7 +170,7 @@ def _data_measures() -> tuple[Measure, ...]:
 
 
 DATA_MEASURES = _data_measures()
-"""Of a client's own samples, recorded when they are new or have changed (`probes.data_sketch`)."""
+"""Metrics of a client's own samples, recorded when they are new or have changed (`probes.data_sketch`)."""
 
 _PAIRS = "low-rank adapters in the global model of `monitor.round`, and the clients' updates"
 _RANKS = f"{_PAIRS}; ranks that differ"
@@ -252,7 +252,7 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
 )
-"""Of low-rank adapters (LoRA), at the server but for two (`probes.adapters.watch`)."""
+"""Metrics of low-rank adapters (LoRA), all but two measured at the server (`probes.adapters.watch`)."""
 
 _TEXTS = "a model with an embedding that reads integers [texts, positions]; `standard` or `deep`"
 _PREDICTED = f"{_TEXTS}; outputs over the tokens of its own vocabulary"
@@ -304,4 +304,4 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
 )
-"""Of language models; of clients but for the last (`probes.token_counts`)."""
+"""Metrics of language models, of clients except for the last (`probes.token_counts`)."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts: how fedvitals attaches to the training code that people already have."""
+"""Hosts: how fedvitals attaches to existing training code."""

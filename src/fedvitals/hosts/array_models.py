@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that a host holds as arrays by name: their differences, and an outline that the monitor can measure.
 
-A wire says which arrays there are, not which are trained: integers are not, and neither are the running statistics of
-normalisation, by their names.
+The transport says which arrays there are, but not which are trained: integers are not, and neither are the running
+statistics of normalisation layers, recognised by name.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ if TYPE_CHECKING:
     from fedvitals.records import Action
 
 Values = npt.NDArray[Any]
-USED_BY_NOBODY = 2  # references to an object in a list, as `getrefcount` counts: the list's, and that of the call
+USED_BY_NOBODY = 2  # references to an object in a list as counted by `getrefcount`: the list's, and the call's
 KEPT_BYTES = 64 << 20
 BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
 class ReusableVectors:
-    """Vectors that are used again when nobody holds them any more: in a large model, allocating costs four times what
-    subtracting does.
+    """Vectors that are reused once nobody holds them any more.
 
-    `most` bytes of them are kept at most.
+    In a large model, allocating takes four times as long as subtracting. At most `most` bytes of them are kept.
     """
 
     def __init__(self, most: int = KEPT_BYTES) -> None:
@@ -45,11 +44,11 @@ class ReusableVectors:
         self._lock = threading.Lock()
 
     def __call__(self, size: int, dtype: Any) -> Values:
-        """Return a vector of this size and type with any content, which nobody else holds."""
+        """Return an uninitialised vector of this size and type, which nobody else holds."""
         with self._lock:
             self._kept = [own for own in self._kept if own.size == size and own.dtype == dtype]
             for place in range(len(self._kept)):
-                if sys.getrefcount(self._kept[place]) <= USED_BY_NOBODY:  # a tensor or a view holds one more
+                if sys.getrefcount(self._kept[place]) <= USED_BY_NOBODY:  # a tensor or a view adds a reference
                     return self._kept[place]
             vector = np.empty(size, dtype)
             if (len(self._kept) + 1) * vector.nbytes <= self._most:
@@ -60,9 +59,9 @@ class ReusableVectors:
 def difference_of(
     sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
 ) -> ArrayDifference:
-    """Return what a client changed, layer by layer; where shapes differ, what it sent, so that the difference shows.
+    """Return a client's change, layer by layer; if shapes differ, what it sent, so that the difference shows.
 
-    `room`: gives the vector for it. Needs torch.
+    `room`: returns the vector for it. Needs torch.
     """
     from fedvitals.probes.array_difference import ArrayDifference  # noqa: PLC0415 - imports torch
 
@@ -72,7 +71,7 @@ def difference_of(
 def update_of(
     sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
 ) -> FlatArrays:
-    """Return the same as arrays, in one vector. Needs no torch."""
+    """Return the same as arrays, in one vector. Does not need torch."""
     shapes = {name: values.shape for name, values in got.items()}
     alike = _alike(sent, got)
     vector = room(sum(values.size for values in got.values()), difference_dtype(got))
@@ -93,9 +92,9 @@ def measure_update(
     clients: int,
     room: Callable[..., Values] = np.empty,
 ) -> Sequence[Action]:
-    """Measure what one of so many `clients` changed, by torch where it is loaded; return what is to be done about it.
+    """Measure the update of one of `clients` clients, by torch if it is loaded; return the resulting actions.
 
-    `room`: gives the vector for the difference.
+    `room`: returns the vector for the difference.
     """
     if torch_is_loaded():
         return host.update_difference(round_index, node, difference_of(start, end, room), clients)
@@ -103,7 +102,7 @@ def measure_update(
 
 
 def update_sums(before: Mapping[str, Values], after: Mapping[str, Values]) -> Any:
-    """Return nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
+    """Return nine statistics of each layer of an update, by torch's kernel if torch is loaded, else by NumPy."""
     if torch_is_loaded():
         return difference_of(before, after).sums()
     return numpy_updates.sums(update_of(before, after))
@@ -120,7 +119,7 @@ def _alike(sent: Mapping[str, Values], got: Mapping[str, Values]) -> bool:
 
 
 class ArrayOutline:
-    """A model of which only names and values are known, in the order of the wire; needs no torch."""
+    """A model of which only names and values are known, in transport order; does not need torch."""
 
     def __init__(self, model: Mapping[str, Values]) -> None:
         self._values = {name: values.copy() for name, values in model.items()}
@@ -142,7 +141,7 @@ class ArrayOutline:
 
 
 def new_outline(values: Mapping[str, Values]) -> Outline | ArrayOutline:
-    """Return the outline of a model: of tensors where torch is loaded, else of arrays."""
+    """Return the outline of a model: of tensors if torch is loaded, else of arrays."""
     if not torch_is_loaded():
         return ArrayOutline(values)
     from fedvitals.hosts.outline import Outline  # noqa: PLC0415 - imports torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that nobody waits for until a round ends, on one thread and in the order in which it was submitted."""
+"""Work not awaited before the end of a round, on one thread and in order of submission."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class BackgroundWork:
-    """Runs work on a thread that lives from the first `submit` to the next `wait`. What the work raises is dropped."""
+    """Runs work on a thread that lives from the first `submit` to the next `wait`.
+
+    Exceptions of the work are dropped.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._executor: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Run the work later, in the context of the caller. While the interpreter exits, it is run at once."""
+        """Run the work later, in the context of the caller; at once while the interpreter exits."""
         self._executor = self._executor or ThreadPoolExecutor(1, self._name)
         try:
             self._executor.submit(contextvars.copy_context().run, work)
-        except RuntimeError:  # no new work is taken any more
+        except RuntimeError:  # no new work is accepted any more
             work()
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does with the telemetry and the metrics in a client's answer, in any framework.
+"""How a server processes the telemetry and the metrics in a client's answer, in any framework.
 
-They come from a machine that may lie: what is wrong with them is reported of their sender, and costs nobody else.
+They come from a machine that may lie: problems are reported for their sender, and affect no other client.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TRAIN = "train"
 
 
 def report_refused(host: HostObserver, node: str, phase: str, text: str, level: str = "warning") -> None:
-    """Report that telemetry of a client is not used, whole or in part; `text`: why."""
+    """Report that telemetry of a client is not used, in whole or in part; `text`: why."""
     host.event(level, "telemetry.refused", text, node=node, data={"phase": phase})
 
 
 def report_impossible(host: HostObserver, node: str, phase: str, error: Exception) -> None:
-    """Report that the telemetry of a client cannot be."""
+    """Report that the telemetry of a client is invalid."""
     report_refused(host, node, phase, f"Telemetry of {node} cannot be: {error}")
 
 
@@ -36,9 +36,9 @@ def report_impossible_clock(host: HostObserver, node: str, phase: str) -> None:
 
 
 def absorb_payload(host: HostObserver, node: str, run: str, payload: bytes, message_bytes: int) -> None:
-    """Take in the records that a client sent. RecordError if they cannot be.
+    """Admit the records that a client sent. RecordError if they are invalid.
 
-    `run`: what the client calls the run. `message_bytes`: of the larger of what it was sent and what it answered.
+    `run`: the client's name for the run. `message_bytes`: the size of the larger of its request and its answer.
     """
     if payload:
         host.absorb(payload, Sender(node, run, budget=telemetry_budget(message_bytes), newest_round=NO_ROUND))
@@ -47,9 +47,9 @@ def absorb_payload(host: HostObserver, node: str, run: str, payload: bytes, mess
 def log_metrics(
     host: HostObserver, node: str, phase: str, metrics: Mapping[str, float], more: Mapping[str, float] | None = None
 ) -> None:
-    """Log the metrics that a client sent its server. «train_loss» and the like become its loss.
+    """Log the metrics that a client sent its server. «train_loss» and similar become its loss.
 
-    Outside of training they get the name of the phase. `more`: metrics that keep their names.
+    Outside training they are prefixed with the phase. `more`: metrics that keep their names.
     """
     named = with_known_names(metrics)
     if phase != TRAIN:

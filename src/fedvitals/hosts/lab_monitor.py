@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The monitor of one lab experiment, as the command line makes it, in whichever process the experiment runs."""
+"""The monitor of one lab experiment, as created by the command line, in whichever process the experiment runs."""
 
 from __future__ import annotations
 

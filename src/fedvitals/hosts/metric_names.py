@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics as frameworks hand them over: numbers and lists of numbers, under the names of their users."""
+"""Metrics as passed by frameworks: numbers and lists of numbers, under their users' names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss", "val_loss", "test_loss")
 ACCURACIES = ("accuracy", "acc", "eval_acc", "eval-acc", "eval_accuracy", "val_accuracy", "test_accuracy")
-LOG_LOSS = re.compile(r"(.*[-_])?m?log_?loss")  # as XGBoost and scikit-learn call it
-LISTED = 32  # numbers of a list that are kept each by itself
+LOG_LOSS = re.compile(r"(.*[-_])?m?log_?loss")  # its name in XGBoost and scikit-learn
+LISTED = 32  # limit up to which each number of a list is kept
 
 
 def with_known_names(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -51,5 +51,5 @@ def _numbers_of_list(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def as_train_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of the clients' training, averaged, under names that those of an evaluation do not have."""
+    """Return averaged metrics of the clients' training under names that do not occur in an evaluation."""
     return {name if name.startswith("train") else f"train_{name}": value for name, value in metrics.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on the wire as a PyTorch module: its parameters by name, without anything that could be called."""
+"""A transmitted model as a PyTorch module: its parameters by name, without a forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedvitals.hosts.array_models import Values
 
 
 class Outline(nn.Module):
-    """A model of which only names and values are known, in the order of the wire."""
+    """A model of which only names and values are known, in transport order."""
 
     def __init__(self, model: Mapping[str, Values]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps errors of ours from the user's training, where no monitor is there to report them."""
+"""Keeps our own errors from the user's training, where no monitor can report them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients took part in one round's training or evaluation, and how it ended for each: the event `cohort`."""
+"""Which clients took part in one round's training or evaluation, and with what outcome: the event `cohort`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NODES_IN_EVENT = 200  # nodes in one event
 
 @dataclass
 class PhaseParticipation:
-    """Which clients did what in one round's training or evaluation."""
+    """The clients' participation in one round's training or evaluation."""
 
     asked: dict[str, None] = field(default_factory=dict)
     answered: dict[str, None] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class PhaseParticipation:
 
 
 def report(host: HostObserver, name: str, phase: PhaseParticipation) -> None:
-    """Report a phase that is over by the event `cohort`, whose data lists the nodes of each kind."""
+    """Report a finished phase by the event `cohort`, whose data lists the nodes by outcome."""
     lists = {kind: [*getattr(phase, kind)] for kind in ("asked", "answered", "failed", "late", "busy")}
     counts = ", ".join(f"{len(nodes)} {kind}" for kind, nodes in lists.items() if nodes or kind == "asked")
     data = {"phase": name, **{kind: nodes[:NODES_IN_EVENT] for kind, nodes in lists.items()}}
@@ -33,7 +33,7 @@ def report(host: HostObserver, name: str, phase: PhaseParticipation) -> None:
 
 
 class Request(Protocol):
-    """A request to a client that is on its way."""
+    """A request to a client that has not been answered."""
 
     node: str
     phase: str
@@ -41,7 +41,7 @@ class Request(Protocol):
 
 
 def awaited(pending: Sequence[Request]) -> Awaited | None:
-    """Return the clients that owe an answer, with the phase of the newest request; None where nobody does."""
+    """Return the clients that owe an answer, with the phase of the newest request; None if there are none."""
     if not pending:
         return None
     phase = pending[-1].phase

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognise a model that Opacus trains with differential privacy.
 
-What is measured beside its noise (loss, accuracy, gradient norms) would tell what the noise hides.
+Measurements taken without its noise (loss, accuracy, gradient norms) would reveal what the noise hides.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-SAMPLE_GRADIENT = "grad_sample"  # the attribute that Opacus gives each parameter that it trains
+SAMPLE_GRADIENT = "grad_sample"  # the attribute that Opacus adds to each parameter it trains
 WRAPPERS = ("AbstractGradSampleModule", "GradSampleModule")
 
 
 def trains_privately(model: Any) -> bool:
-    """Return whether Opacus trains a model, or the model inside of its wrapper."""
+    """Return whether Opacus trains a model, or the model inside a wrapper."""
     if any(kind.__name__ in WRAPPERS for kind in type(model).__mro__):
         return True
     parameters = getattr(model, "parameters", None)

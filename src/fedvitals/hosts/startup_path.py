@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder whose `sitecustomize.py` lets fedvitals watch the processes that a framework starts.
 
-Each Python that has it on its path runs that file. Commands (`fedvitals flower`, `fedvitals nvflare`) put it there, and
-the component of an NVFlare site, for the training scripts that the site starts.
+Each Python process that has it on its path runs that file. It is added by the commands `fedvitals flower` and
+`fedvitals nvflare`, and by the component of an NVFlare site for the training scripts that the site starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of telemetry may ride with a client's reply."""
+"""How many bytes of telemetry may be attached to a client's reply."""
 
 from __future__ import annotations
 

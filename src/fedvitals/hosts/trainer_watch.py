@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the callbacks for trainers share: a model that a trainer trains, inside of a federation's client or alone.
+"""Shared by the callbacks for trainers: watches a trainer's model, inside a federation's client or alone.
 
-Inside of a client that is open (`monitor.client`, a Flower app with `client_mod`, an NVFlare task) the model is that
-client's. Inside of a round that is open, a client of the round is opened for the training. Otherwise the training is a
-run of its own, and its stretches are the rounds of one client.
+Inside an open client (`monitor.client`, a Flower app with `client_mod`, an NVFlare task) the model belongs to that
+client. Inside an open round, a client of the round is opened for the training. Otherwise the training is a run of its
+own, and its parts are the rounds of one client.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ logger = logging.getLogger("fedvitals")
 EVALUATED = ("eval_", "eval/", "val_", "val/", "valid_", "valid/", "validation_", "validation/")
 UNNAMED = "fedvitals: a client trains in this round, and is called «%s». Name it: Callback(monitor, client='c7')."
 PROGRESS = ("epoch", "step", "global_step")
-MEANINGS = {"loss": "loss", "accuracy": "accuracy", "acc": "accuracy"}  # of an evaluation
+MEANINGS = {"loss": "loss", "accuracy": "accuracy", "acc": "accuracy"}  # names in an evaluation
 
 
 class TrainerWatch:
-    """Watches the models of one trainer, from `begin` to `end`; in between `boundary` ends a round of a run of its own.
+    """Watches one trainer's models, from `begin` to `end`; in between, `boundary` ends a round of a run of its own.
 
     `monitor`: a `Monitor`, the observer of a worker process, or the store of a new run. `client`: the name of the
-    client where none is open. `steps`: optimiser steps in a round of a run of its own; None: what the trainer chooses.
-    `settings`: of `Monitor`, where a store is given. `losses`: what the trainer calls the loss of the training.
-    `held_back`: samples that are measured after each round of a run of its own.
+    client if none is open. `steps`: optimiser steps in a round of a run of its own; None: as the trainer chooses.
+    `settings`: of `Monitor`, if a store is given. `losses`: the trainer's names for the training loss. `held_back`:
+    samples measured after each round of a run of its own.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class TrainerWatch:
         self._client, self._named = NODE if client is None else node_name(client), client is not None
         self.steps, self._data, self._loss, self._settings = steps, data, loss, dict(settings)
         self._losses, self._held_back = losses, held_back
-        self._open = ExitStack()  # inside of a federation: the client's scope, or the stretch in which its model trains
-        self._observer: Any = None  # takes the client's metrics
+        self._open = ExitStack()  # inside a federation: the client's scope, or the context in which its model trains
+        self._observer: Any = None  # receives the client's metrics
         self._rounds: ModelRun | None = None  # of a run of its own
-        self._in_round = self._over = False  # whether one of these is open, and whether it ends with what comes next
+        self._in_round = self._over = False  # whether a round is open, and whether it ends with the next call
         self._count = 0  # steps in it
         self._logged: dict[str, list[float]] = {}
 
     # -- what a callback calls ----------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module, ranks: Sequence[int] = ()) -> None:
-        """A training begins. `ranks`: of the processes that train the model together, where it does not say so."""
+        """Begin a training. `ranks`: the processes that train the model together, if the model does not say so."""
         self._logged.clear()
         self.end()  # of a training that was left by an exception
         if len(ranks) > 1:
@@ -96,19 +96,19 @@ class TrainerWatch:
         train_for_federation(model)
 
     def step_begins(self) -> None:
-        """The batches of an optimiser step come next."""
+        """Note that the batches of an optimiser step follow."""
         if self._rounds is not None and not self._in_round:
             self._rounds.begin()
             self._in_round, self._over, self._count = True, False, 0
 
     def step_ended(self) -> None:
-        """An optimiser step is over."""
+        """Note that an optimiser step is over."""
         self._count += 1
         if self.steps is not None and self._count >= self.steps:
             self._over = True
 
     def boundary(self) -> None:
-        """The trainer's own stretch, an epoch or the way to an evaluation, is over; its last metrics may still come."""
+        """Note the end of the trainer's own unit, an epoch or the way to an evaluation; its last metrics may follow."""
         self._over |= self.steps is None
 
     def close_round(self) -> None:
@@ -119,14 +119,14 @@ class TrainerWatch:
                 self._close(None)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Take metrics that the trainer logs: of the round the mean of losses, and the last of everything else."""
+        """Record metrics that the trainer logs: per round the mean of losses, and the last value of everything else."""
         outside = isinstance(self._monitor, Monitor) and current.get() is None and self._observer is None
         observer = self._monitor if outside else self._observer  # `evaluate()` may be called after `train()`
         for name, value in _numbers(values).items() if observer is not None else ():
             alone = self._rounds is not None or outside
             if alone and name.startswith(EVALUATED):
                 self.close_round()
-                observer.log({_meaning(name): value})  # of the model, not of its training
+                observer.log({_meaning(name): value})  # of the model rather than its training
             elif alone and not self._in_round:
                 observer.log({self._own_name(name): value}, node=self._client)
             else:
@@ -134,7 +134,7 @@ class TrainerWatch:
                 kept[:] = [*kept, value] if "loss" in name else [value]
 
     def end(self, error: BaseException | None = None) -> None:
-        """The training is over; `error` is what it raised."""
+        """End the training; `error` is the exception that it raised."""
         atexit.unregister(self._end_at_exit)
         if self._in_round:
             self._close(error)
@@ -154,12 +154,12 @@ class TrainerWatch:
         monitor = self._monitor
         if not isinstance(monitor, Monitor):
             monitor = Monitor(monitor, **{"run": "trainer", **self._settings})
-        atexit.register(self._end_at_exit)  # after the monitor's own, which then comes later
+        atexit.register(self._end_at_exit)  # runs before the monitor's own, which was registered earlier
         self._observer = monitor
         self._rounds = ModelRun(monitor, model, self._data, self._loss, self._client, self._held_back)
 
     def _is_in_round(self, around: Any) -> bool:
-        """Whether a round of the monitor is open here."""
+        """Return whether a round of the monitor is open here."""
         mine = isinstance(self._monitor, Monitor) and around is not None and around.run == self._monitor.run.id
         return bool(mine and around.round is not None)
 
@@ -177,7 +177,7 @@ class TrainerWatch:
             self._observer.log(own)
 
     def _own_name(self, name: str) -> str:
-        """Return the name under which a metric of the training is kept."""
+        """Return the stored name of a metric of the training."""
         return "loss" if name in self._losses else name
 
     def _end_at_exit(self) -> None:
@@ -185,13 +185,13 @@ class TrainerWatch:
         guarded("ending a training", lambda: self.end(getattr(sys, "last_value", None)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes to processes that a trainer starts; nothing is open there."""
+        """Return the state sent to processes that a trainer starts, in which nothing is open."""
         fields = {name: value for name, value in self.__dict__.items() if name not in ("_open", "_observer", "_rounds")}
         return {**fields, "_open": ExitStack(), "_observer": None, "_rounds": None, "_in_round": False, "_logged": {}}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is a number, but for how far the training is."""
+    """Return the numeric values, without those on the training's progress."""
     single = {
         str(name): value
         for name, value in values.items()
@@ -205,6 +205,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _meaning(name: str) -> str:
-    """Return the name under which a metric of an evaluation is kept: «eval_loss» is the model's `loss`."""
+    """Return the stored name of an evaluation's metric: «eval_loss» is the model's `loss`."""
     prefix = next(prefix for prefix in EVALUATED if name.startswith(prefix))
     return MEANINGS.get(name.removeprefix(prefix), name)

@@ -26,7 +26,7 @@ def check_guard(guard: str) -> str:
 
 
 def nonfinite_words(model: Mapping[str, Values]) -> str | None:
-    """Return where a model is not finite, as a part of a sentence; None if it is finite."""
+    """Return where a model is not finite, as part of a sentence; None if it is finite."""
     layers = {name: int((~np.isfinite(values)).sum()) for name, values in model.items()}
     ill = {name: count for name, count in layers.items() if count}
     if not ill:

@@ -32,15 +32,15 @@ VARIABLE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """The settings that can be given without a line of code. None: the default."""
+    """The settings that can be set without changing code. None: the default."""
 
     store: str | None = None
     run: str | None = None
     probes: str | None = None
     privacy: int | None = None
     tracebacks: bool | None = None
-    tape: str | None = None  # of Flower: the folder of clients' tapes; the server's lies beside its store
-    guard: str | None = None  # of NVFlare: what happens to unusable updates
+    tape: str | None = None  # for Flower: the folder of clients' tapes; the server's lies beside its store
+    guard: str | None = None  # for NVFlare: what happens to unusable updates
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> WatchSettings:
@@ -58,7 +58,7 @@ class WatchSettings:
     def variables(self, inherited: Mapping[str, str], switch: str) -> dict[str, str]:
         """Return the variables that make a process, and all that it starts, watched. `switch`: FLOWER or NVFLARE.
 
-        `inherited`: the environment that they are added to; its values hold where these settings are None.
+        `inherited`: the environment they are added to, whose values apply where these settings are None.
         """
         settings = {name: value for name, value in asdict(self).items() if value is not None}
         if "tracebacks" in settings:

@@ -20,7 +20,7 @@ from fedvitals.probes import samples
 from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import HEALTH_COLUMNS, Array, empty_sums, merge_sums
 
-# Output values that a bounded activation hardly leaves: where its slope has fallen under 1 % of the largest.
+# Output range that a bounded activation hardly leaves: beyond it, its slope is below 1 % of the largest.
 SATURATION: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-0.995, 0.995),
     nn.Sigmoid: (0.0025, 0.9975),
@@ -28,7 +28,7 @@ SATURATION: dict[type[nn.Module], tuple[float, float]] = {
     nn.ReLU6: (-1.0, 6.0),
 }
 
-# Whose output of three axes is [samples, channels, places].
+# Modules whose three-dimensional output is [samples, channels, places].
 CHANNELS_FIRST = (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d)
 
 
@@ -59,12 +59,13 @@ def health(output: Tensor, module: nn.Module) -> Array:
 
 
 Take = Callable[[], Mapping[str, Any]]
-"""Ends what `prepare` began: takes the hooks off and gives what they saw."""
+"""Ends what `prepare` began: removes the hooks and returns what they recorded."""
 
 
 def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
-    """Register hooks for one step and return the function that removes them. `charge` runs a function at the probe's
-    cost.
+    """Register hooks for one step and return the function that removes them.
+
+    `charge` runs a function and counts its time as the probe's cost.
     """
     seen: dict[int, list[tuple[Array, Array]]] = {}
     modules = watched_modules(view.model)
@@ -128,7 +129,7 @@ activations.prepare = prepare  # type: ignore[attr-defined]
 
 
 def _merge_outputs(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
-    """Return one row per module; the outputs of a module that ran twice are merged, one that did not run is neutral."""
+    """Return one row per module; outputs of a module that ran twice are merged, and one that did not run is neutral."""
     values, units = empty_sums(count), np.zeros((count, len(HEALTH_COLUMNS)))
     for index, measurements in seen.items():
         values[index] = merge_sums(np.stack([v for v, _ in measurements]))

@@ -6,11 +6,11 @@ batch is 3 × its samples. Whether a client is measured depends on its name, the
 or on what happened before in the same process: runs with the same seed measure the same clients on every machine, in
 one process or in many.
 
-A measurement that costs more than the client's share of its round is made once in several rounds. Floors hold
-whatever it costs: each client is measured once in each block of `floor_rounds` rounds; and each round some client is,
-if the block is short (the gradient scale's) or the clients of the round are at least half as many as the block has
-rounds, so that this floor at most doubles what the first one costs. In the first round, of which nobody is known to
-take part, probes with a short block measure everybody: that is how the first weights are seen.
+A measurement that costs more than the client's share of its round is made once in several rounds. Floors apply whatever
+the cost: each client is measured once in each block of `floor_rounds` rounds; and each round some client is measured,
+if the block is short (the gradient scale's) or the round has at least half as many clients as the block has rounds, so
+that this floor at most doubles the cost of the first one. In the first round, whose clients are not known in advance,
+probes with a short block measure all clients, in order to see the initial weights.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD = 1, 2  # sample-passes
 TRAINING = FORWARD + BACKWARD  # of each sample in a step
-CALL = 16  # samples that a forward pass counts in addition, since that of a few samples is mostly overhead
-STEP_SAMPLES = 16  # in a step, where the batch size is not known
-FIRST_SAMPLES = 2048  # at most in a client-round, where the number of steps is not known yet
-SHORT_BLOCK = 4  # rounds of a block in each of whose rounds a lone client is measured
+CALL = 16  # samples added to each forward pass, since that of a few samples is mostly overhead
+STEP_SAMPLES = 16  # per step, if the batch size is unknown
+FIRST_SAMPLES = 2048  # limit for a client-round whose number of steps is not known yet
+SHORT_BLOCK = 4  # rounds of a block short enough to measure a lone client in each of its rounds
 FLOOR_ROUNDS = 8  # rounds in which each client is measured once, unless the preset says otherwise
-ALONE = "model"  # the node of a model that is watched without a federation: due in the first round
-UNSTATED = 64  # samples through one forward pass: the work of a probe that does not state its own
+ALONE = "model"  # the node of a model watched without a federation: due in the first round
+UNSTATED = 64  # samples in one forward pass: the assumed work of a probe that does not state its own
 
 _ONE_NUMBER = re.compile(r"\D*(\d{1,20})")
 
@@ -58,41 +58,41 @@ def training_work(samples: int, steps: int | None, batch: int | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What decides whether a client is measured in a round, beside its name: the same for all clients of the round.
+    """What determines, besides its name, whether a client is measured in a round: equal for all clients of a round.
 
-    A worker process gets it along with its task. `stand_ins` are the clients that are measured because nobody else of
-    the round would be: by length of block, as (rounds, node). `everybody`: the blocks in which all are measured.
+    A worker process receives it with its task. `stand_ins` are clients that are measured because no other client of the
+    round would be: by length of block, as (rounds, node). `everybody`: the blocks in which all are measured.
     """
 
     round_index: int | None = None
-    steps: int | None = None  # of the median client in the round before
+    steps: int | None = None  # of the median client in the previous round
     stand_ins: tuple[tuple[int, str], ...] = ()
     everybody: tuple[int, ...] = ()
 
     def lag(self, node: str, block: int) -> int:
-        """Return how many rounds ago, within blocks of so many rounds, the client was due; 0: in this round.
+        """Return how many rounds ago, within blocks of this length, the client was due; 0: in this round.
 
-        The place of its round in the block moves by one from block to block: else a client that takes part every few
-        rounds might always miss its own.
+        The position of its round shifts by one from block to block: otherwise a client that takes part every few rounds
+        might always miss its turn.
         """
         number = self.round_index or 0
         return (number - _place(node) - number // block) % block
 
 
 class Turns:
-    """The turns of a run, where its rounds are known: who took part in the round before, and for how many steps."""
+    """The turns of a run whose rounds are known: the clients of the previous round, and their number of steps."""
 
     def __init__(self, preset: Preset) -> None:
         dear = {planned.floor_rounds for planned in preset.probes if planned.percent}
         self._first = tuple(sorted(block for block in dear if block <= SHORT_BLOCK))
         self._blocks = sorted(dear | ({preset.fit_floor_rounds} if preset.fit_percent else set()))
-        self._steps: dict[str, int] = {}  # of the clients of this round
+        self._steps: dict[str, int] = {}  # of this round's clients
         self._handed_out = False
         self._times: Counter[str | None] = Counter()
         self.now = Turn()
 
     def begin(self, round_index: int) -> None:
-        """Begin a round: its clients are expected to be those of the round before, and to train as long."""
+        """Begin a round: its clients are expected to be those of the previous round, and to train as long."""
         before, self._steps = self._steps, {}
         steps = statistics.median_low(before.values()) if before else self.now.steps
         first = self.now.round_index is None or (self.now.everybody and round_index == self.now.round_index)
@@ -108,8 +108,8 @@ class Turns:
     def hand_out(self, expected: Collection[str]) -> Turn:
         """Return the turn for a worker process. expected: the clients that are about to train, if known.
 
-        Only the first call of a round looks at them: later, who is still expected depends on who was quickest. A host
-        that hands out one client at a time is expected to hand out those of the round before.
+        Only the first call of a round uses them, because later it depends on speed which clients are still expected. A
+        host that hands out one client at a time is expected to hand out those of the previous round.
         """
         if not self._handed_out and len(expected) > 1:
             self.now = replace(self.now, stand_ins=self._stand_ins(expected))
@@ -117,7 +117,7 @@ class Turns:
         return self.now
 
     def of(self, node: str | None, round_index: int | None) -> Turn:
-        """Return the turn of a client in a round; one without a number counts the client's rounds in this process."""
+        """Return the turn of a client in a round; without a number, the client's rounds in this process are counted."""
         now = self.now
         if round_index is None or round_index == now.round_index:
             if now.round_index is not None:
@@ -137,10 +137,10 @@ class Turns:
 
 @runtime_checkable
 class StatesWork(Protocol):
-    """A probe that knows the sample-passes of one measurement."""
+    """A probe that can state the sample-passes of one measurement."""
 
     def work(self, samples: int) -> float:
-        """Return the sample-passes of one measurement of a client with so many samples."""
+        """Return the sample-passes of one measurement of a client with this many samples."""
         ...
 
 
@@ -155,7 +155,7 @@ class Allowance:
         return math.inf if self.percent is None else work * self.percent / 100
 
     def period(self, cost: float, work: float) -> int:
-        """Return in how many rounds the client is measured once, at these sample-passes of probe and training.
+        """Return the interval in rounds between measurements of a client, from the sample-passes of probe and training.
 
         It divides the block, so that a client's turns in a block are evenly spread.
         """
@@ -177,13 +177,13 @@ class Allowance:
 
 
 def one_step_in(n: int, moment: Moment) -> bool:
-    """The schedule of a probe that measures single steps: one in n, other ones for each client and in each round."""
+    """Return whether to measure a step: one in n, at positions that differ by client and round."""
     return (moment.step + _place(moment.node or "") + 7 * (moment.round or 0)) % n == 0
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _place(node: str) -> int:
-    """Return the client's place among others: the number in its name, if it ends with the only one, else a hash.
+    """Return the client's position among others: the only number in its name, if the name ends with it, else a hash.
 
     Numbered clients then take turns evenly.
     """

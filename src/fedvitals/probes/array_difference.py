@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The difference between two models that are NumPy arrays, measured piece by piece.
+"""The difference between two models of NumPy arrays, measured piece by piece.
 
-The layers are seen as one long vector, of which a piece is subtracted, summed and sketched while it is in the cache. So
-each model is read once, and a difference that nobody keeps is never in memory as a whole.
+The layers are treated as one long vector, of which a piece is subtracted, summed and sketched while it is in the cache.
+So each model is read once, and a difference that is not kept is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Values = npt.NDArray[Any]
 class ArrayDifference:
     """What was added to the arrays `before` to get `after`; if `before` is None, `after` itself.
 
-    Both have equal shapes. The arrays must not change as long as this is used. `room` gives the vector for the whole.
+    Both have equal shapes. The arrays must not change while this is in use. `room` returns the vector for the whole.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ArrayDifference:
         return self._measure(sketch), sketch
 
     def _measure(self, sketch: Tensor | None) -> Array:
-        """Return the sums; `sketch`, where it is given, gets the sketch added."""
+        """Return the sums; adds the sketch to `sketch` if given."""
         rows = empty_sums(len(self._after))
         piece = np.empty(min(PIECE, self.length), self._dtype)
         for cut in pieces_of(tuple(array.size for array in self._after), PIECE):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that is done in separate attempts, so that one client's invalid data affects nobody else."""
+"""Work done in separate attempts, so that one client's invalid data affect no other client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Attempt(Protocol):
-    """Does a piece of work, described in words, about a node or None; returns its result, or None if it failed."""
+    """Runs work, described by a phrase, for a node or None; returns its result, or None if it failed."""
 
     def __call__(self, doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any: ...
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the instruments of a run: torch's if torch is installed, else NumPy's.
 
-Nothing here imports torch by itself, so a process in which nobody has imported it, such as the client of a federation
-of scikit-learn models, does without.
+Nothing here imports torch by itself, so a process that has not imported it, such as the client of a federation of
+scikit-learn models, does not load it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def torch_is_loaded() -> bool:
 
 
 def torch_is_installed() -> bool:
-    """Return whether torch could be imported, without the second that importing it takes."""
+    """Return whether torch can be imported, without the second that importing it takes."""
     if "torch" in sys.modules:
         return torch_is_loaded()
     try:
         return importlib.util.find_spec("torch") is not None
-    except (ImportError, ValueError):  # a finder that refuses
+    except (ImportError, ValueError):  # from a finder that rejects the name
         return False
 
 
 def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
-    """Return the instruments of a run with these probes; `update_memory` is in bytes. Without torch, updates are
-    measured by NumPy and no probe runs.
+    """Return the instruments of a run with these probes; `update_memory` is in bytes.
+
+    Without torch, updates are measured by NumPy and no probe runs.
     """
     if not isinstance(update_memory, int | float) or not update_memory >= 0:
         raise ConfigError(
@@ -62,7 +63,7 @@ def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
 class WorkerInstruments:
     """Torch's instruments in a worker process, created for the first model that is watched.
 
-    Many clients have no such model, nor torch. Calling it returns the instruments.
+    Many clients have neither such a model nor torch. Calling it returns the instruments.
     """
 
     def __init__(self, preset: Preset | str) -> None:
@@ -73,8 +74,9 @@ class WorkerInstruments:
         self._made: Instruments | None = None
 
     def know(self, initial: bytes | None, trained: frozenset[str], turn: Turn) -> None:
-        """Set what the parent process knows: the initial model, the layers that train, whose turn it is to be
-        measured.
+        """Set what the parent process knows: the initial model, the layers that train, and the turn.
+
+        The turn says which clients are measured.
         """
         self._initial, self._trained = self._initial or initial, self._trained | trained
         self._turn = turn
@@ -95,7 +97,7 @@ class WorkerInstruments:
             kit.initial = torch.frombuffer(bytearray(self._initial), dtype=torch.float32)
         kit.trained |= self._trained
         kit.turns.now = self._turn
-        kit.norms.clear()  # a client's last round may have been in another process: the parent compares
+        kit.norms.clear()  # a client's last round may have been in another process, so the parent compares
 
 
 def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses, right answers and confusions by class, of rows of logits whose labels are known or follow from a gradient.
+"""Losses, correct answers and confusions by class, for rows of logits with known labels or with gradients.
 
 For a cross-entropy, the gradient of a row of logits is w (p − e_y): p is the softmax of the row, e_y is 1 at the label
 and 0 elsewhere, and w > 0 is the row's weight in the loss. So the label is the only negative entry, the row adds up to
 0, and its other entries are proportional to p. That holds for the mean and the sum, for class weights, for scaled and
-accumulated losses, and for any loss that depends on p_y alone. Soft or smoothed labels and other losses break it, and
+accumulated losses, and for any loss that depends on p_y alone. Soft or smoothed labels and other losses violate it, and
 such rows are counted as `odd`.
 """
 
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fedvitals.stats import CLASS_COLUMNS, MOST_CLASSES, Array
 
-LAST_SHARE, LAST_SAMPLES = 8, 16  # `train.loss_last` is of the last eighth of a pass, and of at least 16 samples
-TOLERANCE = 1e-3  # of a row's gradient, against the one that its label would give; more for half precision
-ROUNDING = 1e-6  # of a row's weight: p_y − 1 cancels where the model is sure
-CERTAIN = 1e-4  # nats: below this loss, rounding may leave nothing of the label's own entry
-WEIGHT_TOLERANCE = 0.02  # two classes: among rows of one step and label, which have the same weight
-ODD_SHARE = 0.01  # of all rows; with more of them, the loss is no cross-entropy of single labels
+LAST_SHARE, LAST_SAMPLES = 8, 16  # `train.loss_last` covers the last eighth of a pass, and at least 16 samples
+TOLERANCE = 1e-3  # of a row's gradient, relative to the one that its label implies; larger for half precision
+ROUNDING = 1e-6  # of a row's weight: p_y − 1 cancels if the model is certain
+CERTAIN = 1e-4  # nats: below this loss, rounding may remove the label's own entry
+WEIGHT_TOLERANCE = 0.02  # for two classes: among rows of one step and label, which have the same weight
+ODD_SHARE = 0.01  # of all rows; above this, the loss is not a cross-entropy of single labels
 
 
 Places = npt.NDArray[np.int64]
@@ -35,13 +35,13 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class JudgedRows:
-    """Of each row of logits: its label, the model's guess, the loss, and whether it counts."""
+    """The label, the model's guess and the loss of each row of logits, and whether it counts."""
 
     labels: Tensor
     guesses: Tensor
-    losses: Tensor  # cross-entropy, whatever weight the training gives to the row
-    counted: Tensor | None  # None: all of them do
-    odd: Tensor | None = None  # whether the gradient is of no cross-entropy; None: none of them is
+    losses: Tensor  # cross-entropy, whatever weight the row has in training
+    counted: Tensor | None  # None: all rows
+    odd: Tensor | None = None  # whether the gradient is not that of a cross-entropy; None: for no row
 
     def part(self, rows: slice) -> JudgedRows:
         """Return some of the rows."""
@@ -52,11 +52,11 @@ class JudgedRows:
 def judge_gradients(
     logits: Tensor, gradients: Tensor, outputs: Tensor | None = None, *, normalised: bool = False
 ) -> JudgedRows:
-    """Return what rows of logits, [rows, classes], and the gradients of these tell.
+    """Return what can be derived from rows of logits, [rows, classes], and their gradients.
 
-    Rows without any gradient, such as padding, and rows that are not finite do not count. `outputs` tells rows of
-    different forward passes apart; only two classes need it. `normalised`: the rows are log-probabilities, of which
-    `nll_loss` gives the label's entry alone a gradient.
+    Rows without any gradient, such as padding, and non-finite rows do not count. `outputs` identifies the forward pass
+    of each row; only needed for two classes. `normalised`: the rows are log-probabilities, for which `nll_loss` gives
+    only the label's entry a gradient.
     """
     tolerance = max(TOLERANCE, 8 * torch.finfo(gradients.dtype).eps)
     gradients = gradients.float()
@@ -66,7 +66,7 @@ def judge_gradients(
     labels = torch.where(negative, places[:, 0], guesses)
     column = labels[:, None]
     log_chance = shifted.gather(1, column).sub_(normaliser)  # log p_y
-    others = log_chance.expm1()  # p_y − 1, which is minus the sum of the other probabilities, without cancellation
+    others = log_chance.expm1()  # p_y − 1, minus the sum of the other probabilities, without cancellation
     weights = lowest / others
     wanted = chances.scatter_(1, column, others)
     residual = torch.addcmul(gradients, weights, wanted, value=-1).abs_().sum(1)
@@ -79,7 +79,7 @@ def judge_gradients(
         odd |= _weights_differ(own, kinds, negative, max(WEIGHT_TOLERANCE, tolerance))
     losses = log_chance[:, 0].neg()
     if logits.is_cpu and math.isfinite(residual.sum()) and negative.all() and not odd.any():
-        return JudgedRows(labels, guesses, losses, None)  # as a rule; on a device, asking would wait for it
+        return JudgedRows(labels, guesses, losses, None)  # the usual case; on a device, a check would wait for it
     size, surprise = gradients.abs().sum(1), normaliser[:, 0]
     certain, finite = surprise < CERTAIN, (size + surprise).isfinite()
     odd = torch.where(negative, odd, (size > 0) & ~certain) & finite
@@ -87,10 +87,11 @@ def judge_gradients(
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return of each row its largest entry's place, the logits less that entry, the softmax, and [rows, 1] the
-    logarithm of the sum of exponentials of the shifted logits: 0 where the model is sure, and not finite with the row.
+    """Return the index of each row's largest entry, the logits minus that entry, the softmax, and the log normaliser.
 
-    Of few classes that is several times as quick as `log_softmax` on a CPU, which the training has called anyway.
+    The last is [rows, 1], the logarithm of the sum of exponentials of the shifted logits: 0 if the model is certain,
+    and not finite with the row. For few classes this is several times as fast as `log_softmax` on a CPU, which the
+    training has called anyway.
     """
     logits = logits.float()
     largest, guesses = logits.max(1, keepdim=True)
@@ -101,9 +102,9 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _weights_differ(weights: Tensor, kinds: Tensor, valid: Tensor, tolerance: float) -> Tensor:
-    """Return which rows have another weight than the rows of the same kind (an output and a label) on average.
+    """Return which rows have a weight unlike the mean of rows of the same kind (an output and a label).
 
-    Of two classes every gradient that adds up to 0 looks like one of a label; soft labels show in the weights.
+    With two classes every gradient that sums to 0 looks like that of a label; soft labels show in the weights.
     """
     usable = valid & weights.isfinite()
     totals = weights.new_zeros(2, 2 * len(weights))
@@ -114,7 +115,7 @@ def _weights_differ(weights: Tensor, kinds: Tensor, valid: Tensor, tolerance: fl
 
 
 def judge_labels(logits: Tensor, labels: Tensor) -> JudgedRows:
-    """Return the same of rows whose labels are known; a negative label, such as that of padding, does not count."""
+    """Return the same for rows whose labels are known; a negative label, such as that of padding, does not count."""
     guesses, shifted, _, normaliser = _softmax(logits)
     known = labels.clamp(min=0)
     losses = (normaliser - shifted.gather(1, known[:, None]))[:, 0]
@@ -122,27 +123,27 @@ def judge_labels(logits: Tensor, labels: Tensor) -> JudgedRows:
 
 
 def last_quota(total: int) -> int:
-    """Return how many samples of a pass over so many `train.loss_last` is of."""
+    """Return how many samples `train.loss_last` covers for a pass of this length."""
     return min(total, max(LAST_SAMPLES, -(-total // LAST_SHARE)))
 
 
 def pass_masks(places: Places, total: Any, quota: Any, end: Any) -> tuple[Mask, Mask]:
     """Return which samples belong to the first pass, and which to the end of the last.
 
-    places: numbers of samples in the order of the training, from 0. total: samples in a pass. end: of the training.
-    The end of a pass is its last `quota` samples; the last is the one in the last `total` samples of the training, so
-    that nobody needs to know beforehand when it ends.
+    places: numbers of samples in the order of the training, from 0. total: samples in a pass. end: of the training. The
+    end of a pass is its last `quota` samples; the last such end lies within the last `total` samples of the training,
+    so that the end of the training need not be known in advance.
     """
     before_end = places < end
     return before_end & (places < total), before_end & (places % total >= total - quota) & (places >= end - total)
 
 
 class ClassTotals:
-    """Sums over rows on their device, for one or more clients; nothing waits for the device.
+    """Sums over rows on their device, for one or more clients; never waits for the device.
 
-    `numbers` holds, of all clients: confusion counts [classes, classes] and sums of losses and of their squares
-    [classes, 2], of the first pass; without a table by class, because of more than MOST_CLASSES, only rows, losses and
-    right answers. Then rows and losses of the last pass, and counted and odd rows of all that was looked at.
+    `numbers` holds, for all clients, of the first pass: confusion counts [classes, classes] and sums of losses and of
+    their squares [classes, 2]; with more than MOST_CLASSES classes there is no such table, but only rows, losses and
+    correct answers. Then rows and losses of the last pass, and counted and odd rows of all that was examined.
     """
 
     def __init__(self, classes: int, device: torch.device, clients: int = 1) -> None:
@@ -173,7 +174,7 @@ class ClassTotals:
         self._add(3, torch.stack(self._weighed(rows, chosen), 1), client)
 
     def add_judged(self, rows: JudgedRows) -> None:
-        """Count the rows of a single client, and those that are odd."""
+        """Count the rows of a single client, and the odd ones among them."""
         if rows.counted is None:
             self._scalars[0, 5] += len(rows.labels)
         elif rows.odd is not None:
@@ -200,8 +201,8 @@ class ClassTotals:
 class ClassSums:
     """The numbers of `ClassTotals` on the host, with a leading axis of clients.
 
-    `table` holds the matrices of the family `training.classes`, [clients, classes, columns]; no classes where there are
-    too many of them. `metrics` are the `train.*` metrics, [clients] each, NaN for what a client does not have.
+    `table` holds the matrices of the family `training.classes`, [clients, classes, columns]; empty if there are too
+    many classes. `metrics` are the `train.*` metrics, [clients] each, NaN where a client has none.
     """
 
     def __init__(self, totals: ClassTotals, numbers: Array) -> None:
@@ -230,21 +231,21 @@ class ClassSums:
 
     @property
     def is_odd(self) -> bool:
-        """Whether the gradients of the single client are not those of a cross-entropy of single labels."""
+        """Whether the single client's gradients are not those of a cross-entropy of single labels."""
         counted, odd = self._judged[0].tolist()
         return bool(odd > ODD_SHARE * (counted + odd))
 
 
 def confused_pairs(counts: Array, sizes: Array) -> tuple[Array, Array]:
-    """Return how far errors concentrate in one pair of classes, and that pair, [clients, 2]; NaN where they do not.
+    """Return how far errors concentrate in one pair of classes, and that pair, [clients, 2]; NaN if they do not.
 
-    counts: [clients, labels × guesses]; sizes: samples of each label, [clients, labels].
-    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
+    counts: [clients, labels × guesses]; sizes: samples of each label, [clients, labels]. It is max over a≠b of max(C_ab
+    − 1, 0) / (n_a + 2); the first of equal pairs.
     """
     classes = sizes.shape[1]
     shares = (counts - 1).reshape(len(counts), classes, classes) / (sizes + 2)[:, :, None]
     flat = shares.reshape(len(counts), -1)
-    flat[:, :: classes + 1] = 0  # what was guessed right
+    flat[:, :: classes + 1] = 0  # correct guesses
     best = flat.argmax(axis=1)
     largest = np.maximum(flat[np.arange(len(flat)), best], 0)
     pairs = np.stack(np.divmod(best, classes), axis=1).astype(np.float64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient norm before the user's clipping, at no cost to those who do not clip.
+"""The gradient norm before the user's clipping, at no cost to users who do not clip.
 
 A gradient that was changed in place has a raised version counter. That suggests clipping, although gradient
-accumulation raises it, too. On suspicion one hook is registered, which measures all gradients at the end of the
-backward pass; if they differ at the optimiser's step, it was clipping, and the hook stays; otherwise it is removed.
+accumulation raises it too. On suspicion a hook is registered that measures all gradients at the end of the backward
+pass; if they differ at the optimiser's step, it was clipping, and the hook stays; otherwise it is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ClipWatch:
     """Detects gradient clipping, and measures the norm before it."""
 
     def __init__(self, parameters: Sequence[Tensor], *, confirmed: bool = False) -> None:
-        self.confirmed = confirmed  # clipping was seen; carried over from scope to scope, so that no step is missed
+        self.confirmed = confirmed  # clipping was seen; carried over between scopes, so that no step is missed
         self.norms: list[Tensor | Array] = []  # before clipping, of each step that was clipped; possibly on a device
         self._parameters = parameters
         self._cleared = False
@@ -32,9 +32,9 @@ class ClipWatch:
             self._set_hook(next((p for p in parameters if p.requires_grad), None))
 
     def before_step(self, owned: Sequence[Tensor | None]) -> None:
-        """Keep the L2 norm that this step's gradient had before clipping, if it was clipped and seen before."""
+        """Store the L2 norm that this step's gradient had before clipping, if it was clipped and measured then."""
         if self._reference is None:
-            # A confirmed watcher without a reference hangs on a parameter that no backward pass reaches.
+            # A confirmed watcher without a reference is attached to a parameter that no backward pass reaches.
             if not self._cleared and (self._handle is None or self.confirmed):
                 self._suspect(owned)
             return
@@ -48,12 +48,12 @@ class ClipWatch:
             return
         self.confirmed = True
         squares = unclipped_sums[:, SUM_SQUARES]
-        if -1 in versions:  # an optimiser of some of the layers
+        if -1 in versions:  # an optimiser for some of the layers
             squares = squares[[i for i, version in enumerate(versions) if version >= 0]]
         self.norms.append(squares.sum() ** 0.5)
 
     def _suspect(self, owned: Sequence[Tensor | None]) -> None:
-        """Check the version of one gradient for all, since this runs at every step of those who do not clip."""
+        """Check the version of a single gradient, since this runs at every step even without clipping."""
         for p in owned:
             if p is not None and (gradient := p.grad) is not None:
                 if gradient._version > 0:  # noqa: SLF001 - what autograd itself checks
@@ -61,7 +61,7 @@ class ClipWatch:
                 return
 
     def look(self) -> None:
-        """Record the present gradients as the unclipped ones: after a backward pass, after unscaling."""
+        """Record the current gradients as the unclipped ones: after a backward pass, after unscaling."""
         if self._handle is not None:
             self._reference = (self._versions(self._parameters), sums([p.grad for p in self._parameters]))
 

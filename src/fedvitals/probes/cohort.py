@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of a round together: their merged statistics, per edge, cluster or ring and as a whole."""
+"""All clients of a round: their merged statistics, per edge, cluster or ring and overall."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from fedvitals.probes.updates import ClientUpdate
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
-Part = tuple[list[str], Array]  # clients, and what they measured: [clients, layers, columns]
+Part = tuple[list[str], Array]  # clients, and their measurements: [clients, layers, columns]
 Counts = npt.NDArray[np.int64]  # [layers] of clients
 Key = tuple[str | None, str | None]  # node, group; None: the whole
 
-# Where a client's statistics were computed: in this process, in a worker process of our own, or by a sender that is
-# trusted with nothing but its own numbers.
+# Where a client's statistics were computed: in this process, in one of our own worker processes, or by a sender that is
+# only trusted with its own numbers.
 HERE, WORKER, SENDER = "here", "worker", "sender"
 COST = "monitor.cost"
 COUNTS = [COUNT, NANS, INFS]
-ROUNDING = 1e-4  # what a client's sums of an update may differ by from the server's, of the same update
+ROUNDING = 1e-4  # allowed difference between a client's sums of an update and the server's
 
 
 class Cohort:
@@ -48,15 +48,15 @@ class Cohort:
         self._lock = threading.Lock()
         self._matrices: dict[Kind, dict[str | None, list[Part]]] = defaultdict(lambda: defaultdict(list))
         self._difference: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._differing: dict[str, set[str]] = defaultdict(set)  # whose weights went into it
+        self._differing: dict[str, set[str]] = defaultdict(set)  # clients whose weights contributed
         self._sent: dict[str, int] = defaultdict(int)
         self._received: dict[str, int] = defaultdict(int)
         self._groups: dict[str, str | None] = {}
-        self._tables: dict[str, Mapping[str, str]] = {}  # that the server's own numbers of a client are told by
-        self._elsewhere: set[str] = set()  # whose statistics came over a wire
+        self._tables: dict[str, Mapping[str, str]] = {}  # that name the layers of the server's own numbers of a client
+        self._elsewhere: set[str] = set()  # clients whose statistics were transmitted
         self.failed = 0
         self.cost = 0.0
-        self.measured_edges: set[str] = set()  # whose own model gave their weight.difference
+        self.measured_edges: set[str] = set()  # those whose own model provided weight.difference
 
     def __contains__(self, node: str) -> bool:
         return node in self._groups
@@ -65,7 +65,7 @@ class Cohort:
         """Add a client that has finished. `origin` is where its statistics were computed."""
         with self._lock:
             self._finish(node, group, failed=failed, origin=origin)
-            # What a sender calls its layers names its own numbers, and never the server's.
+            # A sender's names of layers apply to its own numbers, and never to the server's.
             self._tables[node] = {} if origin == SENDER else results.tables
             for family, matrix, step in results.matrices:
                 if step is None and FAMILIES[family].merge is not None:
@@ -114,7 +114,7 @@ class Cohort:
                     self._add_difference(nodes[row], span.where.group, name, value)
 
     def _add_part(self, part: MeasuredLayers, nodes: list[str], places: list[int], group: str | None) -> None:
-        """Add the matrices at these places, which are those of the nodes."""
+        """Add the matrices at these indices, which belong to the nodes."""
         family = FAMILIES[part.family]
         for node in nodes:
             if self._tables[node].get(family.rows) != part.table:
@@ -129,18 +129,18 @@ class Cohort:
         claims: Mapping[str, Sequence[LayerStats]] | None = None,
         steps_back: Callable[[Sequence[int]], Mapping[int, Array]] | None = None,
     ) -> list[tuple[Key, Results]]:
-        """Return what the server measured of the received updates where it disagrees with the clients' own sums.
+        """Return the server's measurements of the received updates where they disagree with the clients' own sums.
 
         `sent` holds the nine sums per layer of each client's update, `claims` what senders report of theirs. A client
-        may report its training honestly and send something else. What was sent counts; a client's own sums remain only
-        where they are one record that agrees. `steps_back` gives, for layers of these sizes, the sums of earlier global
-        models minus the present one, by rounds ago.
+        may report its training honestly and send something else. What was sent counts; a client's own sums are only
+        kept if they are a single record that agrees. `steps_back` returns, for layers of these sizes, the sums of
+        earlier global models minus the current one, by rounds ago.
         """
         claims = claims or {}
         with self._lock:
             differing = self._replace_others(sent)
             agreeing = self._agreeing(sent)
-        # Strangers, those whose level keeps it from us, senders, and those who told of other layers.
+        # Unknown clients, those whose privacy level withholds it, senders, and those that reported other layers.
         unreported = [node for node in sent if node not in agreeing and node not in differing]
         results_by_key: list[tuple[Key, Results]] = []
         for node in (*unreported, *differing):
@@ -157,9 +157,7 @@ class Cohort:
         return results_by_key
 
     def _own_updates(self, node: str) -> list[Array]:
-        """Return the sums of a client's update that were measured where it trained, in this process or in one of our
-        workers.
-        """
+        """Return the sums of a client's update measured where it trained, in this process or in one of our workers."""
         return [rows[nodes.index(node)] for nodes, rows in self._update_parts() if node in nodes]
 
     def _update_parts(self) -> list[Part]:
@@ -175,17 +173,18 @@ class Cohort:
         return {
             node
             for node, own in shapes.items()
-            # Of a client in this process, all are measured here. Over a wire may come anything, and several times.
+            # For a client in this process, all are measured here. A transmitted record may be anything, and come
+            # several times.
             if node in sent and sent[node].shape in own and (node not in self._elsewhere or len(own) == 1)
         }
 
     def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, list[Array]]:
-        """Replace own sums that belong to another update than was sent; returns these, by client."""
+        """Replace own sums that belong to another update than the one sent; returns these, by client."""
         differing: dict[str, list[Array]] = defaultdict(list)
         groups = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         for parts in groups:
             for i, (nodes, rows) in enumerate(parts):
-                # Of other layers than the client's it would be nothing that could be told in its place.
+                # Sums of other layers than the client's could not be reported in its place.
                 places = [p for p, node in enumerate(nodes) if node in sent and sent[node].shape == rows.shape[1:]]
                 if not places:
                     continue
@@ -218,12 +217,11 @@ class Cohort:
         least: int,
         attempt: Attempt = unguarded,
     ) -> tuple[list[NodeColumns], list[tuple[Key, Results]]]:
-        """Return everything that is known only now: cosines and duplicates, groups, the whole, the global model,
-        traffic.
+        """Return everything that is only known now: cosines, duplicates, groups, the whole, the global model, traffic.
 
-        `model_results` gives what was measured of the global model. `least` is the smallest number of clients whose sum
-        may be reported where they may not be reported individually.
-        `attempt` runs each step separately, so that one that fails affects nothing else.
+        `model_results` returns the measurements of the global model. `least` is the smallest number of clients whose
+        sum may be reported where they may not be reported individually. `attempt` runs each step separately, so that a
+        failing one affects nothing else.
         """
         results: list[tuple[Key, Results]] = []
 
@@ -256,7 +254,7 @@ class Cohort:
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[Part]]]]:
         """Return what is to be merged, by family; within a family, the layers that most clients have come last.
 
-        A history names a family's layers by the newest table.
+        A history takes a family's layer names from the newest table.
         """
         families = {family: i for i, family in enumerate(dict.fromkeys(kind[0] for kind in self._matrices))}
         return sorted(
@@ -320,7 +318,7 @@ def _is_summed(name: str) -> bool:
 
 
 def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
-    """Return how much a client's own sums differ from those of the update that it sent; 0 without any.
+    """Return how much a client's own sums differ from those of the update that it sent; 0 if it has none.
 
     NaN if its layers are not among those that were sent, so that nothing can be compared.
     """
@@ -335,10 +333,10 @@ def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
 def _relation(
     own_sums: Sequence[Array], sent: Array, steps_back: Callable[[Sequence[int]], Mapping[int, Array]] | None
 ) -> dict[str, float]:
-    """Return the exact relation of an update to what its client trained, as metrics; none where there is none."""
+    """Return the exact relation of an update to what its client trained, as metrics; empty if there is none."""
     for trained in own_sums:
         there = _same_layers(trained, sent)
-        # What clients say may be anything; sums of other or broken values are no multiple of what arrived.
+        # Clients may report anything; sums of other or invalid values are no multiple of what arrived.
         if there is None or not np.array_equal(trained[:, COUNTS], sent[there][:, COUNTS]):
             continue
         if float(_distances(trained[None], sent[there][None])[0]) <= ROUNDING:
@@ -354,7 +352,7 @@ def _relation(
 def _same_layers(own: Array, sent: Array) -> list[int] | None:
     """Return the indices of a client's layers among those that were sent; None if they are not all there, in order.
 
-    What is sent may hold more: the running statistics of batch norm, or frozen layers. A layer is recognised by equal
+    The update may contain more: running statistics of batch norm, or frozen layers. A layer is recognised by equal
     sums, else by its number of values.
     """
     if len(own) == len(sent):
@@ -371,7 +369,7 @@ def _same_layers(own: Array, sent: Array) -> list[int] | None:
 
 
 def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStats]:
-    """Return the claimed sums that are those of the update that was sent."""
+    """Return the claimed sums that match the update that was sent."""
     return [
         claim
         for claim in claims
@@ -385,9 +383,9 @@ def _distances(own: Array, got: Array) -> Array:
 
 
 def _merge_groups(kind: Kind, members: Mapping[str | None, list[Part]], least: int) -> list[tuple[Key, Results]]:
-    """Merge clients to edges and edges to the round, each with the number of clients that it represents."""
+    """Merge clients into edges and edges into the round, each with the number of clients it represents."""
     family, _, tables = kind
-    with np.errstate(all="ignore"):  # what clients say may be infinite
+    with np.errstate(all="ignore"):  # clients may report infinity
         sums = {group: merge(family, np.concatenate([own for _, own in parts])) for group, parts in members.items()}
         whole = merge(family, [*sums.values()])
     clients = clients_per_sum({group: clients_per_layer(parts) for group, parts in members.items()}, least)
@@ -399,8 +397,9 @@ def _merge_groups(kind: Kind, members: Mapping[str | None, list[Part]], least: i
 
 
 def clients_per_layer(parts: Sequence[Part]) -> Counts:
-    """Return how many clients contribute to each layer; one that froze a layer, or reported twice, adds nobody to
-    it.
+    """Return how many clients contribute to each layer.
+
+    One that froze a layer, or reported twice, does not count for it.
     """
     stacked = np.concatenate([matrices for _, matrices in parts])
     there = (np.isfinite(stacked) & (stacked != 0)).any(axis=2)
@@ -414,11 +413,11 @@ def clients_per_layer(parts: Sequence[Part]) -> Counts:
 
 
 def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
-    """Return how many clients each sum represents, per group and (None) for the round, if all of at least `least` are
-    shown.
+    """Return how many clients each sum represents, per group and (None) for the round.
 
-    It is the smallest number behind any of its layers. The round minus the shown groups is a sum, too: where that would
-    leave fewer than `least`, the smallest of these groups counts as that few, until what is left is enough, or none.
+    Assumes that all sums over at least `least` clients are shown. The number is the smallest behind any of its layers.
+    The round minus the shown groups is also a sum: if that would leave fewer than `least`, the smallest of these groups
+    counts as that few, until enough or nothing is left.
     """
     counts: dict[str | None, int] = {
         group: _smallest_count(per_layer) for group, per_layer in groups.items() if group is not None
@@ -434,5 +433,5 @@ def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str
 
 
 def _smallest_count(counts: Counts) -> int:
-    """Return the smallest count above zero: a layer without clients represents nobody."""
+    """Return the smallest count above zero, since a layer without clients represents none."""
     return int(counts[counts > 0].min()) if counts.any() else 0

@@ -2,10 +2,10 @@
 """Describes a client's own samples in a few hundred numbers, once per change of its data, without running a model.
 
 Every sample is projected onto the same few directions for all clients (a random projection; inputs of few features as
-they are; of tokens the mean of a random vector per token). What leaves the client are the means of these projections by
-class, their pooled covariance within classes, and scalars such as the spread of the inputs; no sample by itself. The
-server compares them with the peers' (`diagnosis.evidence.compared_data`): labels that are wrong move the means of
-classes towards each other, noise on inputs raises their spread.
+they are; for tokens the mean of a random vector per token). Only the means of these projections by class, their pooled
+covariance within classes, and scalars such as the spread of the inputs leave the client, never a single sample. The
+server compares them with the peers' (`diagnosis.evidence.compared_data`): wrong labels move the means of classes
+towards each other, and noise on inputs raises their spread.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from fedvitals.probes.fit import labels_of, labels_tensor
 from fedvitals.stats import Array
 
 EVENT = "data"  # the event that carries the description
-DIMENSIONS = 16  # of a projection, and as many of what an image's patches look like
-FILTERS, PATCH, STRIDE, GRID = 16, 5, 2, 3  # of these patches; pixels; fields of an image, along each side
-SMALLEST_IMAGE = 2 * GRID + PATCH - 1  # pixels along each side; where it is below 16, patches follow pixel by pixel
+DIMENSIONS = 16  # of a projection, and as many for the patches of an image
+FILTERS, PATCH, STRIDE, GRID = 16, 5, 2, 3  # of these patches; pixels; fields along each side of an image
+SMALLEST_IMAGE = 2 * GRID + PATCH - 1  # pixels along each side; below 16, patches are taken at every pixel
 MOST_OF_ARRAYS, MOST_OF_OTHERS = (
     1024,
     128,
-)  # samples that are described: of tensors, and of data that are read one by one
-MOST_NUMBERS = 1 << 20  # of tensors, unless that would be fewer samples than of others
-FEWEST_OF_CLASS = 4  # samples; means of fewer would show single samples
+)  # samples described: of tensors, and of data that are read one by one
+MOST_NUMBERS = 1 << 20  # of tensors, unless that allows fewer samples than for other data
+FEWEST_OF_CLASS = 4  # samples; a mean of fewer would reveal single samples
 MOST_CLASSES = 64  # the most frequent ones
 TOKENS = 4096  # random vectors for tokens, whose ids are taken modulo this
-CHECKED = 8  # samples that are compared to notice a change of the data
-CHECK_ROUNDS = 5  # participations between two looks at data that have to be read sample by sample
-LONGEST_WAIT = 40  # the same where the data differ at each look, as augmented ones do
-_DIGITS = 4  # significant, of what is sent
+CHECKED = 8  # samples compared to detect a change of the data
+CHECK_ROUNDS = 5  # participations between two checks of data that must be read sample by sample
+LONGEST_WAIT = 40  # the same if the data differ at each check, as augmented ones do
+_DIGITS = 4  # significant digits of transmitted numbers
 
 
 @dataclass(frozen=True, slots=True)
 class DataDescription:
-    """What is told of a client's data: scalars by name, and what stands in the event."""
+    """A description of a client's data: scalars by name, and the content of the event."""
 
     metrics: dict[str, float]
     event: dict[str, Any]
 
     def remark(self, looks: int) -> tuple[str, str, Mapping[str, Any]]:
-        """Return it as an event's name, message and data. `looks`: how often the data before were found unchanged."""
+        """Return it as an event's name, message and data. `looks`: how often the previous data were found unchanged."""
         text = f"{self.event['samples']:,} samples of {self.event['features']:,} numbers."
         return EVENT, text, {**self.event, "looks": looks}
 
@@ -65,7 +65,7 @@ class DataDescription:
 def describe(x: samples.Inputs, y: Tensor | None, total: int) -> DataDescription | None:
     """Describe samples [n, ...] and their labels [n] of a client that has `total`; None if there are too few.
 
-    Labels that are not whole numbers, one per sample, are left out; all samples then are of one class, 0.
+    Labels that are not integers, one per sample, are left out; all samples then belong to class 0.
     """
     inputs = _first_tensor(x)
     if inputs is None or inputs.dim() == 0 or len(inputs) < FEWEST_OF_CLASS:
@@ -92,7 +92,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def project(flat: Tensor, *, tokens: bool) -> Tensor:
-    """Return inputs [n, features] on the common directions, [n, at most DIMENSIONS], where they lie."""
+    """Return inputs [n, features] projected on the common directions, [n, at most DIMENSIONS], on their device."""
     if tokens:
         table = torch.from_numpy(_signs(TOKENS)).to(flat.device)
         return table[flat.long().remainder(TOKENS)].mean(1)
@@ -103,11 +103,11 @@ def project(flat: Tensor, *, tokens: bool) -> Tensor:
 
 
 def _looks(images: Tensor) -> list[Tensor]:
-    """Return what the patches of images [n, channels, height, width] look like, as one [n, DIMENSIONS]: how strongly
-    they answer to random filters, in each field of the image; nothing of inputs that are no images.
+    """Return how strongly patches of images [n, channels, height, width] respond to random filters, [n, DIMENSIONS].
 
-    Brightness and contrast of an image count for nothing here. Classes of natural images differ by their patches more
-    than by their pixels: with these directions they lie two to three times as far apart.
+    A list of one tensor, the projected responses per filter and field of the image; empty for inputs that are not
+    images. Brightness and contrast of an image have no effect. Classes of natural images differ by their patches more
+    than by their pixels: along these directions they lie two to three times as far apart.
     """
     if images.dim() != 4:
         return []
@@ -119,7 +119,7 @@ def _looks(images: Tensor) -> list[Tensor]:
     spread = _variance(numbers.flatten(1), 1)[:, None].sqrt() + 1e-12
     filters = torch.from_numpy(_filters(images.shape[1])).to(images.device)
     stride = STRIDE if min(images.shape[2:]) >= 16 else 1
-    # The filters add up to 0 and all that follows is linear in the scale: as if each image had been standardised.
+    # The filters sum to 0 and everything after is linear in the scale, as if each image had been standardised.
     answers = functional.conv2d(numbers, filters, stride=stride).relu_()
     fields = functional.adaptive_avg_pool2d(answers, GRID).flatten(1) / spread
     return [fields @ torch.from_numpy(_signs(fields.shape[1])).to(images.device) / math.sqrt(fields.shape[1])]
@@ -127,7 +127,7 @@ def _looks(images: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=4)
 def _filters(channels: int) -> Any:
-    """Return the filters, [FILTERS, channels, PATCH, PATCH], which see no uniform patch: the same in every process."""
+    """Return the filters, [FILTERS, channels, PATCH, PATCH], which ignore uniform patches; equal in every process."""
     drawn = np.random.default_rng(channels).standard_normal((FILTERS, channels * PATCH * PATCH))
     drawn -= drawn.mean(axis=1, keepdims=True)
     drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
@@ -136,7 +136,7 @@ def _filters(channels: int) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _signs(rows: int) -> Any:
-    """Return the directions, [rows, DIMENSIONS] of ±1: the same in every process."""
+    """Return the directions, [rows, DIMENSIONS] of ±1; equal in every process."""
     return np.random.default_rng(rows).integers(0, 2, (rows, DIMENSIONS)).astype(np.float32) * 2 - 1
 
 
@@ -150,7 +150,7 @@ def _number_metrics(flat: Tensor) -> dict[str, float]:
     lowest, highest = numbers.amin(0), numbers.amax(0)
     missing, edges = 0.0, torch.stack([lowest.min(), highest.max()])
     kept = numbers
-    if not bool(torch.isfinite(edges).all()):  # the smallest and the largest of what is not finite are not, either
+    if not bool(torch.isfinite(edges).all()):  # then the smallest and the largest are not finite either
         finite = torch.isfinite(numbers)
         kept, missing = numbers[finite], 1 - float(finite.double().mean())
         edges = torch.stack(torch.aminmax(kept)) if kept.numel() else torch.zeros_like(edges)
@@ -162,12 +162,12 @@ def _number_metrics(flat: Tensor) -> dict[str, float]:
 
 
 def _variance(numbers: Tensor, axis: int) -> Tensor:
-    """Return the variance along an axis, in two passes: torch's own takes ten times as long on a CPU."""
+    """Return the variance along an axis, in two passes, because torch's own takes ten times as long on a CPU."""
     return (numbers - numbers.mean(axis, keepdim=True)).square_().mean(axis)
 
 
 def _spread_error(flat: Tensor) -> float:
-    """Return the relative standard error of the inputs' spread, by how much single samples differ in theirs."""
+    """Return the relative standard error of the inputs' spread, from the differences between single samples."""
     numbers = torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0)
     squares = ((numbers - numbers.mean()) ** 2).mean(1).double()
     spread, mean = torch.stack([squares.std(), squares.mean()]).cpu().tolist()
@@ -195,7 +195,7 @@ def _sketch(projected: Array, classes: npt.NDArray[np.int64]) -> dict[str, Any]:
     residuals = projected - means[places]
     freedom = max(1, len(projected) - len(names))
     covariance = residuals.T @ residuals / freedom
-    # The last directions: of images those of their patches, which do not depend on the unit of the inputs.
+    # The last directions: for images those of their patches, which do not depend on the unit of the inputs.
     spreads = np.bincount(places, (residuals[:, -DIMENSIONS:] ** 2).sum(axis=1), len(names)) / np.maximum(counts - 1, 1)
     told = np.flatnonzero(counts >= FEWEST_OF_CLASS)
     told = np.sort(told[np.argsort(-counts[told], kind="stable")[:MOST_CLASSES]])
@@ -215,8 +215,9 @@ def _rounded(values: Array, digits: int = _DIGITS) -> list[float]:
 
 @dataclass(slots=True)
 class _KnownData:
-    """What is remembered of a client's data: which tensors they were, their checksum, and when to look again; how they
-    were described, and which labels they had.
+    """What is remembered of a client's data: its tensors, checksum, description and labels.
+
+    And when to check again.
     """
 
     tensors: tuple[weakref.ref[Tensor], ...] = ()
@@ -237,16 +238,16 @@ class _KnownData:
 
 
 class DataWatch:
-    """Notices when the data of a run's clients are new or have changed, and describes them then."""
+    """Detects when the data of a run's clients are new or have changed, and describes them then."""
 
     def __init__(self) -> None:
         self._known: dict[str, _KnownData] = {}
 
     def look(self, node: str, data: Any) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
-        """Return metrics and the remark about a client's data if they are new; None while they stay as they are.
+        """Return metrics and the remark about a client's data if they are new; None while they stay the same.
 
-        Tensors are compared in every round, at next to no cost where they are the same objects; data that have to be
-        read sample by sample every few participations, and the less often the more often they differ.
+        Tensors are compared in every round, at almost no cost if they are the same objects; data that must be read
+        sample by sample, only every few participations, and less often the more often they differ.
         """
         known = self._known.setdefault(node, _KnownData())
         arrays = tensors_of(data)
@@ -295,7 +296,7 @@ class DataWatch:
     def look_at_all(
         self, nodes: Sequence[str], inputs: Sequence[Tensor], labels: Sequence[Tensor]
     ) -> dict[int, tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]]]:
-        """Do the same for clients that train as one, by their rows; what is compared leaves a device in two copies."""
+        """Do the same for clients that train as one batch, by their rows, with two copies from the device."""
         picked = [x[torch.as_tensor(samples.spread_indices(len(x), CHECKED, 0), device=x.device)] for x in inputs]
         both = [
             [part.numpy() for part in torch.cat([*own]).cpu().split([len(part) for part in own])]
@@ -381,8 +382,9 @@ def _describe_tensors(own: _Arrays) -> DataDescription | None:
 def _report(
     known: _KnownData, description: DataDescription | None, labels: Mapping[int, int] | None = None
 ) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
-    """Return what is told of data that are new or have changed, with what changed in them. `labels`: how many samples
-    each label has, if that is known.
+    """Return the report on new or changed data, with what changed in them.
+
+    `labels`: how many samples each label has, if known.
     """
     looks, known.looks = known.looks, 0
     if description is None:

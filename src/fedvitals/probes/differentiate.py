@@ -34,7 +34,7 @@ class Differentiable:
 
 @contextmanager
 def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Iterator[Differentiable]:
-    """Apply the model to x. Integers, such as tokens, are differentiated from the first embedding's output on.
+    """Apply the model to x. Integers, such as tokens, are differentiated from the first embedding's output.
 
     `twice`: the gradients will be differentiated again, which torch's fast attention does not support.
     """
@@ -48,8 +48,9 @@ def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Itera
 
 
 def require_class_outputs(outputs: Any, samples: int) -> Tensor:
-    """Return the outputs, or the logits among them, if they are one row of numbers per sample; else raise
-    UnsuitedError, which says what is supported.
+    """Return the outputs, or the logits among them, if they are one row of numbers per sample.
+
+    Otherwise raise UnsuitedError, which says what is supported.
     """
     outputs = logits_of(outputs)
     if isinstance(outputs, Tensor) and outputs.shape == (samples, *outputs.shape[1:]) and outputs.dim() == 2:
@@ -62,13 +63,13 @@ def require_class_outputs(outputs: Any, samples: int) -> Tensor:
 
 
 def logits_of(outputs: Any) -> Any:
-    """Return the `logits` of outputs that have some, as those of Hugging Face models do; else the outputs."""
+    """Return the `logits` of outputs that have any, as those of Hugging Face models do; else the outputs."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else outputs
 
 
 def _from_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
-    """Replace the first embedding's output by a fresh leaf, and return it with the outputs."""
+    """Replace the first embedding's output by a new leaf, and return it with the outputs."""
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if table is None:
         raise UnsuitedError(

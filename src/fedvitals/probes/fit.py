@@ -24,16 +24,16 @@ from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import LABEL_CLASSES
 
-# Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
+# Fewer than eight cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
 CONFIDENT = 0.7
 CHECKED_LABELS = 4  # samples that are read to see whether a data set's own list of labels is that of its samples
 
 
 class Fit:
-    """The fit probe of a run: as many samples, from 8 to 64, as `percent` of the training's work allows, and in turns.
+    """The fit probe of a run: as many samples, from 8 to 64, as `percent` of the training's work allows, in turns.
 
-    With None for percent it always uses `most` samples.
+    If percent is None it always uses `most` samples.
     """
 
     def __init__(self, percent: float | None, floor_rounds: int = FLOOR_ROUNDS, most: int = MOST) -> None:
@@ -41,21 +41,21 @@ class Fit:
         self._allowance = Allowance(percent, floor_rounds)
 
     def count(self, node: str | None, turn: Turn, samples: int, batch: int | None = None) -> int:
-        """Return how many of a client's samples to use in this round; 0: not this time.
+        """Return how many of a client's samples to use in this round; 0 if it is not the client's turn.
 
-        The work of the training, which has not begun, is that of the median client in the round before.
+        The expected work of the training is that of the median client in the previous round.
         """
         if self._allowance.percent is None:
             return self.most
         work = training_work(samples, turn.steps, batch)
-        # Powers of two: convolution libraries prepare themselves for each new batch size, at many times its cost.
+        # Powers of two: convolution libraries prepare for each new batch size, at many times its cost.
         count = self.most
         while count > FEWEST and fit_work(count) > self._allowance.earned(work):
             count //= 2
         return count if self._allowance.due(node, turn, fit_work(count), work) else 0
 
     def before(self, view: View, turn: Turn | None = None) -> tuple[dict[str, float], samples.Batch | None]:
-        """Return metrics of the received model, and the samples for `after` (None: not this time)."""
+        """Return metrics of the received model, and the samples for `after` (None if it is not the client's turn)."""
         total = samples.size(view.data)
         metrics: dict[str, float] = {"samples": total}
         if view.loss is None or not total:
@@ -105,11 +105,11 @@ def fit_work(samples: int) -> float:
 def predict(model: nn.Module, loss: Callable[..., Any], x: samples.Inputs, y: Tensor) -> tuple[Any, list[float]]:
     """Return outputs and per-sample losses in evaluation mode; the model and the random streams are not changed.
 
-    Raises UnsuitedError where the model does not take such inputs, or the loss does not take its output and labels.
+    Raises UnsuitedError if the model does not accept such inputs, or the loss its output and labels.
     """
     with evaluation_without_gradients(model):
         try:
-            # A model may work on its input in place, and `after` needs it as it was.
+            # A model may modify its input in place, and `after` needs it unchanged.
             output = samples.apply(model, samples.mapped(x, Tensor.clone))
             return output, per_sample(loss, output, y).tolist()
         except Exception as error:
@@ -130,16 +130,16 @@ def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
             losses = torch.as_tensor(loss(output, y, reduction="none"))
         except TypeError:
             losses = torch.zeros(())
-    if losses.dim() == 0:  # reduced all the same: the word was not known, or not heeded
+    if losses.dim() == 0:  # still reduced: the argument was unknown or ignored
         losses = torch.stack([torch.as_tensor(loss(_sample(output, i), y[i : i + 1])) for i in range(len(y))])
     return losses.reshape(len(y), -1).mean(1)
 
 
 def _sample(output: Any, place: int) -> Any:
-    """Return one sample's part of an output, as a batch of one; for a model with several heads, of each of them."""
+    """Return one sample's part of an output, as a batch of one; for several heads, of each of them."""
     if isinstance(output, dict):
         parts = {name: _sample(part, place) for name, part in output.items()}
-        return parts if type(output) is dict else type(output)(**parts)  # one with attributes, as Hugging Face's
+        return parts if type(output) is dict else type(output)(**parts)  # a class with attributes, as in Hugging Face
     if isinstance(output, tuple | list):
         own = [_sample(part, place) for part in output]
         return type(output)(*own) if hasattr(output, "_fields") else tuple(own)
@@ -158,7 +158,7 @@ def accuracy(labels: list[int], guesses: list[int]) -> float:
 def confusion(labels: list[int], guesses: list[int]) -> tuple[float, tuple[int, int] | None]:
     """Return how far errors concentrate in one pair of classes, and that pair (label, guess); None if they do not.
 
-    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
+    It is max over a≠b of max(C_ab − 1, 0) / (n_a + 2); the first of equal pairs.
     """
     counts: dict[tuple[int, int], int] = {}
     sizes: dict[int, int] = {}
@@ -187,7 +187,7 @@ def label_entropy(histogram: Mapping[int, int]) -> float:
 def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any]]:
     """Return the remark (name, message, data) that says how many samples of each label a client holds.
 
-    Of more than LABEL_CLASSES classes it holds the most frequent, and how many classes and samples are left out.
+    With more than LABEL_CLASSES classes it holds the most frequent, and how many classes and samples are left out.
     """
     kept, data = histogram, dict[str, Any]()
     text = ", ".join(f"{label}: {count}" for label, count in islice(histogram.items(), 1000))

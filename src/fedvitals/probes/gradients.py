@@ -45,9 +45,9 @@ def last_gradient(view: View) -> Mapping[str, Any]:
         return {}
     measured = sums(own)
     if isinstance(measured, Tensor):  # on a device, where they stay until all results are copied to the host
-        totals = measured.sum(0)  # every operation counts: the device is quicker than the host that asks it
+        totals = measured.sum(0)  # few operations: the device is faster than the host that launches them
         return {"gradient.norm_last": totals[SUM_SQUARES].sqrt(), "gradient.nonfinite": totals[NANS : INFS + 1].sum()}
-    rows = measured.tolist()  # plain numbers: quicker than numpy for a few layers
+    rows = measured.tolist()  # plain numbers, faster than numpy for a few layers
     return {
         "gradient.norm_last": math.sqrt(sum(row[SUM_SQUARES] for row in rows)),
         "gradient.nonfinite": sum(row[NANS] + row[INFS] for row in rows),
@@ -69,7 +69,7 @@ def gradient_histogram(view: View) -> Mapping[str, Any]:
 def summarise(steps: Sequence[int], rows: Array) -> tuple[dict[str, Array], dict[str, tuple[float, int | None]]]:
     """Summarise the steps of a client-round: layer matrices by family, and metrics as (value, step).
 
-    `rows` is [measurements, layers, 9]; two optimisers give two measurements of one step, of different layers.
+    `rows` is [measurements, layers, 9]; two optimisers produce two measurements of one step, of different layers.
     """
     present = rows[..., COUNT] > 0
     if not present.any():
@@ -95,7 +95,7 @@ def summarise(steps: Sequence[int], rows: Array) -> tuple[dict[str, Array], dict
 
 
 def _relative_change(norms: Array) -> Array:
-    """Return |n_s − n_{s−1}| / n_{s−1} along the first axis; 0 where both are 0, inf where a norm follows 0."""
+    """Return |n_s − n_{s−1}| / n_{s−1} along the first axis; 0 if both are 0, inf if a norm follows 0."""
     before, after = norms[:-1], norms[1:]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(before == after, 0.0, np.abs(after - before) / before)
@@ -113,7 +113,7 @@ def _step_norms(steps: Array, norms: Array, present: npt.NDArray[np.bool_]) -> A
 
 
 def _columns(steps: Array, norms: Array) -> Array:
-    """Return [layers, STEP_COLUMNS] for layers that were all seen at all of these steps."""
+    """Return [layers, STEP_COLUMNS] for layers that were all measured at all of these steps."""
     result = np.zeros((norms.shape[1], len(STEP_COLUMNS)))
     result[:, 0], result[:, 1] = len(norms), norms.sum(axis=0)
     result[:, 2], result[:, 3] = norms.max(axis=0), steps[norms.argmax(axis=0)]

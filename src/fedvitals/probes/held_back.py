@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a model on samples that nobody trains on: what it forgets shows there first."""
+"""The loss of a model on samples that no client trains on, where forgetting shows first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.fit import per_sample, to_device
 from fedvitals.probes.view import evaluation_without_gradients
 
-MOST, TOGETHER = 512, 32  # samples, the same in each round; and of these in one pass
+MOST, TOGETHER = 512, 32  # samples, the same in each round; and how many of them per pass
 
 
 def held_back_loss(model: nn.Module, data: Any, loss: Callable[..., Any] | None = None) -> float:
     """Return the mean loss of a model on held-back samples, in evaluation mode; nothing is changed by it.
 
     data: as of `Monitor.client`; of more than MOST samples, that many, spread evenly. loss: `loss(model(x), y)`; by
-    default the model's own, if it takes labels (Hugging Face), else the cross-entropy. Raises UnsuitedError where
+    Return the mean loss of a model on held-back samples, in evaluation mode; changes nothing.
     neither applies.
     """
     model = model.module if type(model).__name__ == "DistributedDataParallel" else model  # type: ignore[assignment]
@@ -44,7 +44,7 @@ def held_back_loss(model: nn.Module, data: Any, loss: Callable[..., Any] | None 
 
 
 def _takes_labels(model: nn.Module) -> bool:
-    """Return whether a model computes its own loss; the wrappers of peft and of the compiler do as what they wrap."""
+    """Return whether a model computes its own loss; wrappers of peft and of the compiler count as what they wrap."""
     own: Any = (
         cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", model)
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks before every optimiser step on a model's parameters, whoever created the optimiser; removed without a trace.
+"""Hooks before every optimiser step on a model's parameters, for any optimiser; removed without a trace.
 
-The hook sees what the optimiser is about to use: after clipping, after unscaling. Three cases need more than a hook:
+The hook sees the gradients that the optimiser will use: after clipping, after unscaling. Three cases need more:
 
 - a closure (LBFGS): the gradients exist only after the closure ran, so the closure is wrapped;
 - `GradScaler`: a step whose gradients are not finite never reaches the optimiser, so the scaler's `step` is wrapped
@@ -27,7 +27,8 @@ Owned = Sequence[Tensor | None]
 Measure = Callable[[Optimizer, Owned, int, Any], None]
 """Called with the optimiser, its parameters per layer, the step's number, and whether the step was skipped.
 
-The last is a bool, or a tensor of one where only the device knows."""
+It is a bool, or a tensor if only the device knows.
+"""
 
 
 def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped: Any) -> None:
@@ -39,18 +40,18 @@ def _nothing(_optimizer: Optimizer) -> None:
 
 
 class StepCounter:
-    """Counts the optimiser steps on a model's parameters without measuring anything; `first` is called before them."""
+    """Counts the optimiser steps on a model's parameters without measuring; `first` is called before the first one."""
 
     def __init__(self, parameters: Sequence[Tensor], first: Callable[[Optimizer], None] = _nothing) -> None:
         self.steps, self._first = 0, first
         self._ids = {id(p) for p in parameters}
-        self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: acts on other parameters
+        self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: it acts on other parameters
         self._forget = register_step_hooks(self)
 
     def remove(self) -> None:
         self._forget()
         self._mine.clear()
-        self._first = _nothing  # a cycle would keep the user's model until garbage is collected
+        self._first = _nothing  # a cycle would keep the user's model until it is garbage-collected
 
     def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         known = self._mine.get(id(optimizer))
@@ -72,15 +73,15 @@ class StepCounter:
 class _KnownOptimizer:
     """An optimiser that stepped while a scope was open."""
 
-    optimizer: Optimizer  # a strong reference: a freed optimiser's id could come back as another one's
-    groups: int  # of parameters, when it was looked at
+    optimizer: Optimizer  # a strong reference, since the id of a freed optimiser could be reused
+    groups: int  # number of parameter groups, when last checked
     owned: Owned | None  # per layer the parameter that it acts on; None: it acts on other models
     steps: int = 0
-    late: bool = False  # measured by a hook of its own, after those of the user
+    late: bool = False  # measured by a hook of its own, after the user's
 
 
 class StepHooks:
-    """Hooks for the duration of one scope. `measure` is called on the thread that trains."""
+    """Hooks for the duration of one scope. `measure` is called on the training thread."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class StepHooks:
             handle.remove()
         self._handles.clear()
         self._known.clear()
-        # A cycle, of whoever measures and these hooks, would keep the user's model until garbage is collected.
+        # A cycle between the observer and these hooks would keep the user's model until it is garbage-collected.
         self._forget, self._measure, self._unscaled = (), _measure_nothing, None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ class StepHooks:
             return None
         if len(args) > 1 or kwargs:
             return self._before_step(optimizer, args, kwargs)
-        # The usual case, told once more in few calls: this runs at every step of every model.
+        # The usual case, repeated with fewer calls, because this runs at every step of every model.
         found_inf = getattr(optimizer, "found_inf", None)
         known.steps += 1
         self._measure(optimizer, known.owned, known.steps - 1, False if found_inf is None else found_inf > 0)
@@ -145,7 +146,8 @@ class StepHooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            # A fused optimiser is reached, told by the scaler to change nothing. Not read here: it may lie on a GPU.
+            # A fused optimiser is called but told by the scaler to change nothing. Not read here: the flag may be on a
+            # GPU.
             found_inf = getattr(optimizer, "found_inf", None)
             return self._count(self._known[id(optimizer)], False if found_inf is None else found_inf > 0)
 
@@ -174,22 +176,23 @@ class StepHooks:
             self._unscaled()
 
     def scaler_stepped(self, optimizer: Optimizer, steps_before: int) -> None:
-        """Handle `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still exist."""
+        """Handle `GradScaler.step`: an optimiser that was not called skipped its step; its gradients still exist."""
         known = self._known.get(id(optimizer)) or self._look_at(optimizer)
         if known.owned is not None and known.steps == steps_before:
             self._count(known, skipped=True)
 
 
 _lock = threading.Lock()
-_registered: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
-_handle: list[Any] = []  # of the one hook that tells them
+_registered: list[StepHooks | StepCounter] = []  # receivers of optimiser steps
+_handle: list[Any] = []  # of the one hook that notifies them
 
 
 def register_step_hooks(hooks: StepHooks | StepCounter) -> Callable[[], None]:
     """Call `hooks.on_step` before each step of any optimiser; returns the function that ends it.
 
     torch has one table of such hooks for the process, and fails in the user's own `step` if it changes while another
-    thread iterates it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
+    thread iterates over it. So there is one hook in it for all scopes, from the first that opens to the last that
+    closes.
     """
     with _lock:
         if not _registered:

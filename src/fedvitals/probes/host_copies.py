@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings many small results of a device to the host with one copy, which runs while the training thread goes on."""
+"""Copies many small results of a device to the host in one operation, while the training thread continues."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fedvitals.stats import Array
 
 
 class HostCopies:
-    """Copies of tensors and arrays as float64 arrays; started when this is created, one for each device.
+    """Copies of tensors and arrays as float64 arrays; started on creation, one for each device.
 
-    On CUDA nothing waits before `arrays` is called, and then only for what was asked of the device until the copy.
+    On CUDA nothing waits before `arrays` is called, and then only for work submitted before the copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor | Array]) -> None:
         self._arrays: list[Array | None] = [None] * len(tensors)
-        self._places: list[list[tuple[int, Sequence[int]]]] = []  # of each copy: places in the list, and their shapes
-        self._copies: list[tuple[Tensor, Any]] = []  # of each device, with the event after which it is there
+        self._places: list[list[tuple[int, Sequence[int]]]] = []  # for each copy: positions in the list, and shapes
+        self._copies: list[tuple[Tensor, Any]] = []  # for each device, with the event that completes it
         on_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
         for place, values in enumerate(tensors):
             if isinstance(values, Tensor) and not values.is_cpu:
@@ -44,7 +44,7 @@ class HostCopies:
         return all(event is not None and event.query() for _, event in self._copies)
 
     def arrays(self) -> list[Array]:
-        """Return all arrays, in the order of the tensors; waits for those that are still on their way."""
+        """Return all arrays, in the order of the tensors; waits for those not yet copied."""
         for places, (copied, event) in zip(self._places, self._copies, strict=True):
             if event is not None:
                 event.synchronize()
@@ -56,7 +56,7 @@ class HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor | Array]) -> list[Array]:
-    """Return all as float64 arrays, in the order given: one copy, and one wait, for each device that holds any."""
+    """Return all as float64 arrays, in the order given: one copy and one wait for each device that holds any."""
     return HostCopies(tensors).arrays()
 
 

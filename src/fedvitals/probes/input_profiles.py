@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs of the first dense layer a client's updates move, compared with its peers over the rounds.
+"""Which inputs of the first dense layer a client's updates change, compared with its peers over the rounds.
 
-A trigger that is trained in moves the weights of the inputs that it covers, in every round, and nobody else's updates
-do. So a client's profile, the share of the layer's squared change at each input, differs from the median client's at
-few inputs by much; and clients that train in the same trigger differ from the others in the same way.
+A trained-in trigger changes the weights of the inputs that it covers, in every round, and no other client's updates do.
+So a client's profile, the share of the layer's squared change at each input, differs strongly from the median client's
+at few inputs; and clients that train the same trigger differ from the others in the same way.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from fedvitals.stats import Array
 
 ALIKE, APART = "update.inputs_alike", "update.inputs_apart"
-FEWEST_CLIENTS = 4  # under which a median says nothing of anybody
-FEWEST_INPUTS = 32  # of fewer, two profiles are alike by chance
-MOST_INPUTS = 4096  # beyond it, neighbours are taken together
-NUMBERS_AT_ONCE = 1 << 21  # of all clients' profiles; where these are many, more neighbours are taken together
-KEPT = 0.8  # of a client's past, from one participation to the next
-OUTSTANDING = 0.01  # share of the inputs that are furthest above the median client's
-STILL = 0.01  # of the median client's change of the layer, under which a client does not move it
+FEWEST_CLIENTS = 4  # below this a median says nothing about a client
+FEWEST_INPUTS = 32  # with fewer, two profiles are alike by chance
+MOST_INPUTS = 4096  # beyond this, neighbouring inputs are combined
+NUMBERS_AT_ONCE = 1 << 21  # for all clients' profiles; with many clients, more neighbours are combined
+KEPT = 0.8  # share of a client's past carried over to the next participation
+OUTSTANDING = 0.01  # share of the inputs furthest above the median client's
+STILL = 0.01  # of the median client's change of the layer, below which a client does not change it
 
 
 class InputProfiles:
-    """The profiles of a run's clients, averaged over their rounds; `compare` takes in a round."""
+    """The profiles of a run's clients, averaged over their rounds; `compare` adds a round."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -34,9 +34,9 @@ class InputProfiles:
         ] = {}  # sums of directions and of differences, and their weight
 
     def compare(self, nodes: Sequence[str], squares: Array) -> dict[str, dict[str, float]]:
-        """Return what is measured of each client of a round; nothing of those that hardly move the layer.
+        """Return the metrics of each client of a round; none for clients that hardly change the layer.
 
-        `squares` is [clients, inputs]: at each input, the sum of the squared changes of its weights.
+        `squares` is [clients, inputs]: for each input, the sum of the squared changes of its weights.
         """
         totals = squares.sum(axis=1)
         moving = np.flatnonzero((totals > STILL * np.median(totals)) & np.isfinite(totals)) if len(nodes) else ()
@@ -63,13 +63,13 @@ class InputProfiles:
         return {name: {ALIKE: float(a), APART: float(b)} for name, a, b in zip(names, alike, apart, strict=True)}
 
     def _forget(self, clients: int) -> None:
-        """Drop whoever was absent longest, beyond what memory is meant for."""
+        """Drop the clients absent longest, beyond the memory limit."""
         for name in [*self._past][: max(0, len(self._past) - max(clients, NUMBERS_AT_ONCE // self._width))]:
             del self._past[name]
 
 
 def _binned(shares: Array) -> Array:
-    """Return [clients, at most `MOST_INPUTS`], with neighbouring inputs added up where there are more."""
+    """Return [clients, at most `MOST_INPUTS`], with neighbouring inputs summed if there are more."""
     clients, inputs = shares.shape
     most = max(FEWEST_INPUTS, min(MOST_INPUTS, NUMBERS_AT_ONCE // clients))
     together = -(-inputs // most)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruments of a run that measures PyTorch models: what is kept between its client-rounds."""
+"""The instruments of a run that measures PyTorch models: the state between its client-rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedvitals.records import LayerTable
 
 
 class Instruments:
-    """The state that a run keeps between its client-rounds: preset, allowances, updates, and what was learnt."""
+    """The state that a run keeps between its client-rounds: preset, allowances, updates, and what it has learnt."""
 
     def __init__(self, preset: Preset, update_memory: int, *, compares_updates: bool = True) -> None:
         """`update_memory` is in bytes. A worker process does not compare updates: the server's process does."""
@@ -43,7 +43,7 @@ class Instruments:
         self.compares_updates, self._update_memory = compares_updates, update_memory
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
-        # Probes of a user may draw random numbers; ours promise not to.
+        # A user's probes may draw random numbers; ours promise not to.
         modules = [inspect.getmodule(planned.probe) for planned in preset.probes]
         self.foreign = [module is None or not module.__name__.startswith("fedvitals.") for module in modules]
         # Once and not for each client, since `isinstance` of a protocol takes as long as a small tensor operation.
@@ -52,27 +52,27 @@ class Instruments:
         self.allowances = [Allowance(planned.percent, planned.floor_rounds) for planned in preset.probes]
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
-        self.global_parameters: Sequence[Tensor] = ()  # of the open round's global model, where it is known
-        self.remarked_bases: set[str] = set()  # what was said of updates with another base, each once
+        self.global_parameters: Sequence[Tensor] = ()  # of the open round's global model, if known
+        self.remarked_bases: set[str] = set()  # remarks made about updates with another base, each once
         self.initial: Tensor | None = None  # the initial model in one vector; empty if it is too large to keep
         self._initial_sketch: tuple[int, Tensor | None] = (0, None)
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
-        self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
+        self.unsuited: set[tuple[int, type]] = set()  # probes, by index, and models that they cannot measure
         self.unsuited_losses: set[tuple[str, type]] = set()  # clients and models whose training losses are unknown
         self.snapshot_buffers: list[Tensor] = []
         self.data = DataWatch()
-        self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
+        self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last reported
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}
 
     def view(self, model: nn.Module, **about: Any) -> View:
-        """Return a view of the layers of a model that train in it or in any other model of this run seen so far."""
+        """Return a view of the layers of a model that train in it or in any model of this run seen so far."""
         view = View(model, trained=self.trained, **about)
         self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
         return view
 
     def parameters(self, model: nn.Module) -> list[Tensor]:
-        """Return the parameters of a global model that are measured."""
+        """Return the measured parameters of a global model."""
         return self.view(model).parameters
 
     def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
@@ -88,9 +88,7 @@ class Instruments:
         return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Keep the initial model, from which drift is measured; returns what looks wrong with it, as (layer,
-        remark).
-        """
+        """Keep the initial model, from which drift is measured; returns its problems as (layer, remark)."""
         parameters = shards_of(self.view(model).parameters)
         length = sum(p.numel() for p in parameters)
         if 2 * 4 * length > self._update_memory:
@@ -110,7 +108,7 @@ class Instruments:
         return InitialModel(self._initial_sketch[0], None, self._initial_sketch[1])
 
     def begin_adapters(self, model: nn.Module) -> Mapping[str, LayerTable]:
-        """Take the adapters of the model that a round begins with; returns their table, if there are any."""
+        """Record the adapters of the model that a round begins with; returns their table, if there are any."""
         view = self.view(model)
         return self.adapters.begin_round(model, view.named_parameters, view.frozen)
 
@@ -119,12 +117,13 @@ class Instruments:
         return starts_at_zero(model)
 
     def measure_model(self, model: nn.Module) -> tuple[list[Mapping[str, LayerTable]], Callable[[], Results]]:
-        """Begin to measure the global model's own weights and buffers. Returns its layer tables (see `tables`), and
-        what waits for the results.
+        """Begin to measure the global model's own weights and buffers.
+
+        Returns its layer tables (see `tables`), and a function that waits for the results.
         """
         view = self.view(model)
         self.adapters.end_round(model, view.named_parameters)
-        measured = {} if is_sharded(view.parameters) else weight_rows(view)  # of shards, a process has only its own
+        measured = {} if is_sharded(view.parameters) else weight_rows(view)  # of shards, a process only has its own
         copies = HostCopies([*measured.values()])
 
         def results() -> Results:

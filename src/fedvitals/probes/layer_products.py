@@ -2,8 +2,8 @@
 """Inner products of updates by layer, piece by piece.
 
 A piece of all updates stays in the processor's cache while it is multiplied, and its products are written into memory
-that is used again for the next piece and the next round. Nothing as long as an update is allocated: where a server
-returns its free memory to the system after each round (NVFlare does), fresh pages cost more than the arithmetic.
+that is reused for the next piece and the next round. Nothing as long as an update is allocated: where a server returns
+its free memory to the system after each round (NVFlare does), new pages cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from fedvitals.kernels import sums_of_parts
 from fedvitals.probes.snapshot import pieces_of
 from fedvitals.stats import SUM, Array
 
-PIECE = 1 << 18  # numbers of all updates that are worked on at a time
-SHORTEST = 1 << 13  # of each update: below, the calls cost more than the arithmetic
-KEPT = 4 << 20  # numbers that a workspace keeps for one use, at most
-PIECE_AWAY = 1 << 28  # on a device: no cache to stay in, and each call has its price
+PIECE = 1 << 18  # numbers of all updates processed at a time
+SHORTEST = 1 << 13  # of each update: with fewer, the calls cost more than the arithmetic
+KEPT = 4 << 20  # maximum numbers that a workspace keeps for one use
+PIECE_AWAY = 1 << 28  # on a device: there is no cache to fit, and each call has its cost
 
 
 class Workspace:
-    """Memory for pieces of updates, kept between rounds unless it is large, or on a device, where it belongs to the
-    training.
-    """
+    """Memory for pieces of updates, kept between rounds unless it is large or on a device, which the training needs."""
 
     def __init__(self) -> None:
         self._vectors: dict[str, Tensor] = {}
 
     def rows(self, use: str, like: Tensor, height: int, width: int) -> Tensor:
-        """Return [height, width] of the type and device of `like`, with any content; one for each `use` at a time."""
+        """Return [height, width] of the type and device of `like`, uninitialised; one for each `use` at a time."""
         vector, size = self._vectors.get(use), height * width
         if vector is None or vector.numel() < size or vector.dtype != like.dtype or not like.is_cpu:
             vector = like.new_empty(size)
@@ -43,10 +41,10 @@ class Workspace:
 
 
 class UpdateRows:
-    """Updates of equal length as the rows of a matrix, without a copy where they are one in memory."""
+    """Updates of equal length as the rows of a matrix, without a copy if they are contiguous in memory."""
 
     def __init__(self, vectors: Sequence[Tensor], workspace: Workspace, use: str) -> None:
-        """`use`: of the workspace, for a range that has to be copied."""
+        """`use`: of the workspace, for a range that must be copied."""
         self._vectors, self.matrix = vectors, as_matrix(vectors)
         self._workspace, self._use = workspace, use
 
@@ -59,7 +57,7 @@ class UpdateRows:
 
 
 def piece_length(vectors: Sequence[Tensor]) -> int:
-    """Return how many coordinates of these updates are worked on at a time."""
+    """Return how many coordinates of these updates are processed at a time."""
     return max(SHORTEST, PIECE // len(vectors)) if vectors[0].is_cpu else max(1024, PIECE_AWAY // len(vectors))
 
 
@@ -72,8 +70,8 @@ def products_by_layer(
 ) -> tuple[Array, Array, Array]:
     """Return, by layer: each update times the sum of all, that sum times itself, and some updates times earlier ones.
 
-    That is [updates, layers], [layers] and [earlier, layers]. `before`: the earlier vectors; `places`: which update
-    each of them is multiplied with.
+    These are [updates, layers], [layers] and [earlier, layers]. `before`: the earlier vectors; `places`: the index of
+    the update that each is multiplied with.
     """
     workspace = workspace or Workspace()
     rows = UpdateRows(vectors, workspace, "updates")
@@ -102,7 +100,7 @@ def as_matrix(vectors: Sequence[Tensor]) -> Tensor | None:
         if v.data_ptr() != address or v.shape != first.shape or v.dtype != first.dtype or not v.is_contiguous():
             return None
         address += length
-    # What lies between two parts of one piece of memory is part of it, too.
+    # Memory between two parts of one allocation is part of it, too.
     if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
     return first.as_strided((len(vectors), size), (size, 1))

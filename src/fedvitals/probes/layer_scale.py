@@ -27,7 +27,7 @@ from fedvitals.probes.scale import IMAGES, inputs_of, ratio, seed_of
 from fedvitals.probes.view import View, evaluation_mode
 
 INPUT, OUTPUT = "input", "output"
-EXACT_UP_TO = 64  # activations of the upper layer: one backward pass for each; above, random projections
+EXACT_UP_TO = 64  # activations of the upper layer: one backward pass each; above, random projections
 PROJECTIONS = 32
 
 

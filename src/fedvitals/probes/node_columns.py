@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of many nodes as columns, for clients that are measured together: what `Results` are for one of them."""
+"""Results of many nodes as columns, for clients measured together, as `Results` are for one of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Remark = tuple[str, str, Mapping[str, Any]]  # name, message, data
 class _Column:
     values: Array
     present: npt.NDArray[np.bool_]
-    steps: npt.NDArray[np.int64] | None = None  # NO_STEP where a value has none; None: no value has one
+    steps: npt.NDArray[np.int64] | None = None  # NO_STEP for a value without one; None: no value has one
 
 
 @dataclass(slots=True)
@@ -46,8 +46,9 @@ class NodeColumns:
         self._sketches: list[tuple[int, Any]] = []
 
     def put(self, name: str, values: Any, rows: Rows = EVERY, steps: int | npt.NDArray[np.int64] | None = None) -> None:
-        """Add a metric of the nodes in these rows: an array, or one number for all. What a node has had of that name
-        before stays, in another column.
+        """Add a metric of the nodes in these rows: an array, or one number for all.
+
+        Earlier values of a node under that name stay, in another column.
         """
         if isinstance(rows, np.ndarray) and not len(rows):
             return
@@ -101,7 +102,7 @@ class NodeColumns:
     def measurements(
         self, run: str, round_index: int | None, at: float, table_of: TableOf, without: Collection[int] = ()
     ) -> Measurements:
-        """Return everything but the nodes in the rows `without`. Matrices without a layer table are left out."""
+        """Return everything except the nodes in the rows `without`. Matrices without a layer table are left out."""
         named = [(name, column) for name, columns in self._columns.items() for column in columns]
         count = len(self.keys)
         kept = np.ones(count, np.bool_)

@@ -5,9 +5,9 @@ Philipp and Carbonell 2018; Philipp 2021, arXiv 2105.12210:
 
     NLC = √( E_x[ tr(J(x) · Cov_x · J(x)ᵀ) ] / tr(Cov_f) )
 
-over inputs x and outputs f. 1 for a linear map; good initialisations lie between about 1 and 3; free of the input's
-scale, of biases and of width. The numerator is E‖J(x)·δ‖² with δ drawn from the data's covariance: the
-difference of two samples over √2. Values below 1 on real data are no fault.
+over inputs x and outputs f. 1 for a linear map; good initialisations lie between about 1 and 3; independent of the
+input's scale, of biases and of width. The numerator is E‖J(x)·δ‖² with δ drawn from the data's covariance: the
+difference of two samples over √2. Values below 1 on real data are not a fault.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def jacobian_product(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
 
 
 def _covariance_draws(x: Tensor, stream: torch.Generator) -> Tensor:
-    """Return one draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different
-    samples.
+    """Return one draw per sample from a distribution with the data's covariance.
+
+    It is (a − b)/√2 for two different samples.
     """
     first, second = pairs(len(x), stream).to(x.device)
     return (x[first] - x[second]) / math.sqrt(2)

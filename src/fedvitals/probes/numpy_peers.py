@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one client's update compares with those of the same round, by NumPy: the numbers of `probes.peers`.
 
-Everything follows from the products of every update with every other, of the whole and of the layers that are compared
+Everything derives from the products of every update with every other, as a whole and for the layers compared
 separately. They are computed piece by piece in float64, so that no copy of all updates is needed.
 """
 
@@ -38,7 +38,7 @@ from fedvitals.stats import SUM_SQUARES, Array
 
 Values = npt.NDArray[Any]
 NUMBERS_AT_ONCE = 1 << 20  # of all updates, as float64
-NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
+NOTHING = 1e-10  # square below which the others cancel out, so that there is no direction to compare with
 
 
 class PastArrayModels:
@@ -58,18 +58,14 @@ class PastArrayModels:
         self._past.append((number, np.concatenate([np.asarray(values).reshape(-1) for values in parameters])))
 
     def backwards(self, size: int) -> Array | None:
-        """Return [k, size]: the differences from the newest model to the earlier ones, newest first; None without
-        any.
-        """
+        """Return [k, size]: the differences from the newest model to the earlier ones, newest first; None if none."""
         if len(self._past) < 2 or any(model.size != size for _, model in self._past):
             return None
         *past, now = (model.astype(np.float64) for _, model in self._past)
         return np.stack(past[::-1]) - now
 
     def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
-        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for layers of other
-        sizes.
-        """
+        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for other layer sizes."""
         if len(self._past) < 2 or any(model.size != sum(sizes) for _, model in self._past):
             return {}
         *past, (number, now) = ((number, model.astype(np.float64)) for number, model in self._past)
@@ -131,8 +127,9 @@ def _to_others(cosines: Array) -> Array:
 
 
 def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
-    """Return [clients, 3]: mean and smallest cosine of the head's rows (one per class) to the others' rows; their
-    entropy.
+    """Return [clients, 3], comparing each row of the head (one per class) with the others' rows.
+
+    These are the mean and smallest cosine, and the entropy of the rows.
     """
     own = np.stack([vector[head.place] for vector in vectors]).astype(np.float64).reshape(len(vectors), head.rows, -1)
     norms = np.sqrt((own**2).sum(axis=(1, 2)))
@@ -155,7 +152,7 @@ def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
 
 
 def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Array | None) -> None:
-    """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
+    """Set the cosines along the last step of the global model, and back to its state some rounds ago."""
     if models is None:
         return
     dots = np.stack([models @ vector.astype(np.float64) for vector in vectors], axis=1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of models that are NumPy arrays, measured by NumPy: for servers on which torch is not installed.
+"""Updates of models that are NumPy arrays, measured by NumPy: for servers without torch.
 
 The numbers are those of `probes.updates` as far as possible: per layer the nine sums, the share of the whole and
-cosines to the mean of the others and to the client's previous update; of the whole its norm, cosines and duplicates,
+cosines to the mean of the others and to the client's previous update; for the whole its norm, cosines and duplicates,
 and how a client compares with its peers. Sketches need torch, and are left out.
 """
 
@@ -50,9 +50,7 @@ REMARK = (
 
 @np.errstate(all="ignore")  # a client may send anything
 def sums(arrays: Iterable[Values]) -> Array:
-    """Return `[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite
-    values.
-    """
+    """Return `[layers, 9]`: the columns `stats.STATISTICS` of every array, over finite values."""
     rows = [_sums_of(np.asarray(values).reshape(-1)) for values in arrays]
     return np.stack(rows) if rows else np.empty((0, len(STATISTICS)))
 
@@ -113,7 +111,7 @@ class ArrayUpdate:
 class ArrayUpdates:
     """The updates of a run, round by round, with the methods of `probes.updates.UpdateTracker`.
 
-    `memory` is the bytes of updates that are kept for cosines. Beyond it updates have none.
+    `memory` is the bytes of updates kept for cosines. Beyond it, updates have none.
     """
 
     def __init__(self, *, brief: bool, memory: int) -> None:
@@ -122,7 +120,7 @@ class ArrayUpdates:
         self._profiles = InputProfiles()
         self._layouts: dict[tuple[int, ...], PeerLayout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
-        self._previous: dict[str, ArrayUpdate] = {}  # the client that was absent longest first
+        self._previous: dict[str, ArrayUpdate] = {}  # longest absent client first
         self._lock = threading.Lock()
         self.approximate = False  # no estimates: a cosine is exact, or absent
 
@@ -131,8 +129,9 @@ class ArrayUpdates:
         return self._held
 
     def has_room(self, size: int, clients: int = 1) -> bool:
-        """Return whether an update of so many bytes would be kept; `clients`: and those of so many clients in this
-        round and the next.
+        """Return whether an update of this many bytes would be kept.
+
+        `clients`: whether those of this many clients would be, in this round and the next.
         """
         needed = self._held + (max(1, clients - len(self._round)) + 1) * size
         return max(needed, (2 * clients + 1) * size if clients > 1 else 0) <= self._memory
@@ -162,11 +161,11 @@ class ArrayUpdates:
             self._models.add(number, [np.asarray(values) for values in parameters])
 
     def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
-        """Return, by rounds ago, each layer's sum of that global model minus the present one; those that are kept."""
+        """Return, by rounds ago, each layer's sum of a kept earlier global model minus the current one."""
         return self._models.steps_back(sizes)
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Set the shapes of layers, which an update itself does not carry."""
+        """Set the shapes of layers, which an update itself does not contain."""
         for table in tables:
             if table.rows == "parameter":
                 self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
@@ -175,7 +174,7 @@ class ArrayUpdates:
     def close_round(self, attempt: Attempt = unguarded) -> list[ArrayUpdate]:
         """Return the round's updates with their cosines and duplicates; they become the clients' previous ones.
 
-        `attempt` does each comparison separately. If one fails, only its cosines are missing.
+        `attempt` runs each comparison separately. If one fails, only its cosines are missing.
         """
         with self._lock:
             closing, self._round = self._round, {}
@@ -191,7 +190,7 @@ class ArrayUpdates:
         for cohort in cohorts.values():
             attempt("comparing updates", partial(self._align, cohort), None)
         for node, update in closing.items():
-            if self._brief:  # nobody asks for cosines to a client's own past
+            if self._brief:  # no cosines to a client's own past are needed
                 self._release(update)
                 update.vector = None
             else:
@@ -279,10 +278,10 @@ class ArrayInstruments:
         self.updates = ArrayUpdates(brief=preset.brief, memory=update_memory)
         self.adapters = AdapterWatch()
         self.turns = Turns(preset)
-        self.initial: Any = None  # what drift would be measured from; no client trains here
+        self.initial: Any = None  # the reference for drift; no client trains here
         self.global_parameters: Sequence[Any] = ()
         self.norms: dict[str, float] = {}
-        self.trained: frozenset[str] = frozenset()  # every array that is sent counts as one that trains
+        self.trained: frozenset[str] = frozenset()  # every array that is sent counts as trained
         self._remarked = False
 
     def parameters(self, model: Any) -> list[Any]:
@@ -297,20 +296,20 @@ class ArrayInstruments:
         return [{"parameter": LayerTable("parameter", layers), "model": whole}]
 
     def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
-        """Return no remarks about the initial model, which may not be a network at all."""
-        self.initial = np.zeros(0, np.float32)  # known, and not needed
+        """Return no remarks about the initial model, which may not be a network."""
+        self.initial = np.zeros(0, np.float32)  # known, but not needed
         return []
 
     def begin_adapters(self, model: Any) -> Mapping[str, LayerTable]:
-        """Take the adapters of the model that a round begins with; returns their table, if there are any."""
+        """Record the adapters of the model that a round begins with; returns their table, if there are any."""
         return self.adapters.begin_round(model, [*model.named_parameters()])
 
     def zero_layers(self, model: Any) -> list[str]:
-        """Return the matrices that start at 0; which of them train is not known."""
+        """Return the matrices that start at 0; it is not known which of them train."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
     def measure_model(self, model: Any) -> tuple[list[dict[str, LayerTable]], Callable[[], Results]]:
-        """Return the model's layer tables, and what gives the statistics of its own weights."""
+        """Return the model's layer tables, and a function that returns the statistics of its weights."""
         self.adapters.end_round(model, [*model.named_parameters()])
         return self.tables(model), lambda: self._model_results(model)
 
@@ -322,6 +321,6 @@ class ArrayInstruments:
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Return, once, that torch is missing and what that costs."""
+        """Return, once, that torch is missing and what that means."""
         already_reported, self._remarked = self._remarked, True
         return [] if already_reported else [("updates.numpy", REMARK, {})]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that an optimiser has when a client's training begins."""
+"""The settings of an optimiser when a client's training begins."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ COSINE, FIRST, HEAD, STEP, BACK, NEAREST, SIGNS, CLASSES, CLASSES_MIN, CLASS_ENT
     len(PEER_COLUMNS)
 )
 ROUNDS_BACK = 5
-MOST_CLIENTS = 1 << 16  # whose previous update is kept (a sketch is 2 KB); who was absent longest is forgotten first
+MOST_CLIENTS = 1 << 16  # whose previous update is kept (a sketch is 2 KB); those absent longest are forgotten first
 MOST_SIGNS = 65_536  # coordinates whose signs are compared
-RUN_OF_SIGNS = 64  # taken as so many neighbours at a time: to read one number costs as much as to read these
-SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
+RUN_OF_SIGNS = 64  # neighbouring values read together: reading one costs as much as reading all of them
+SIGNS_TOGETHER = 8 << 20  # of all clients; with many clients, fewer of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class LayerSlice:
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """The layers that are compared separately; None where a model has no such layer, or where it is not known."""
+    """The layers compared separately; None if a model has no such layer, or it is unknown."""
 
     first: LayerSlice | None = None  # the first and the last weight of two or more dimensions
     head: LayerSlice | None = None
     bias: LayerSlice | None = None  # of the head
-    dense: LayerSlice | None = None  # the first weight of two dimensions that is no table of tokens
+    dense: LayerSlice | None = None  # the first two-dimensional weight other than a token embedding
 
 
 def layout_of(table: LayerTable) -> PeerLayout:
@@ -60,9 +60,7 @@ def layout_of(table: LayerTable) -> PeerLayout:
 
 
 def spread_rows(sums: Array) -> Array:
-    """Return the rows of clients of which only the nine sums are known: NaN, and how evenly their updates are
-    spread.
-    """
+    """Return the rows of clients with only the nine sums: NaN, and how evenly their updates are spread."""
     rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
     count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
     with np.errstate(divide="ignore", invalid="ignore"):

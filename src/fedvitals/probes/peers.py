@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one client's update compares with those of the same round: the family `update.peers`, one row per client.
 
-Every client counts the same, whatever its update's size: one that sends a hundred times as much is compared with the
-others, not they with it. Nearly everything follows from one pass over the updates: the sum of unit vectors, and the
+Every client has the same weight, whatever its update's size: one that sends a hundred times as much is compared with
+the others, not they with it. Nearly everything derives from one pass over the updates: the sum of unit vectors, and the
 products of all updates with that sum and with the last global models.
 """
 
@@ -44,14 +44,14 @@ from fedvitals.stats import SUM_SQUARES, Array
 
 __all__ = ["PastModels", "PeerLayout", "Peers", "from_sketches", "layout_of", "sign_stride", "spread_rows"]
 
-CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
-CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
-PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
+CANDIDATE = 0.8  # sketch cosine above which a pair is compared exactly
+CANDIDATES = 4  # maximum per client; only one each if updates are so large that four would take long:
+PAIRED_NUMBERS = 64 << 20  # values read for exact comparisons
 PAIRED_AT_ONCE = 4 << 20
 SIGNS_AT_ONCE = 1 << 14  # of each client, on a CPU
-# Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
+# Below this share of a client's own square, the remainder after subtracting its part from a sum is mostly rounding.
 _CANCELLED = 1e-3
-_NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
+_NOTHING = 1e-10  # square below which the others cancel out, so that there is no direction to compare with
 
 
 class PastModels:
@@ -74,13 +74,11 @@ class PastModels:
         self._past.append((number, flatten([*parameters], spare)))
 
     def compared_with(self, like: Tensor) -> int:
-        """Return how many earlier models there are to compare updates like this one with, and bring them to its
-        device.
-        """
+        """Return the number of earlier models to compare updates like this one with, and move them to its device."""
         if len(self._past) < 2 or any(model.shape != like.shape for _, model in self._past):
             return 0
         for place, (number, model) in enumerate(self._past):
-            self._past[place] = number, model.to(like)  # and there it stays: to fetch them anew each round takes long
+            self._past[place] = number, model.to(like)  # kept there, because moving them again each round takes long
         return len(self._past) - 1
 
     def backwards(self, place: slice, workspace: Workspace) -> Tensor:
@@ -92,9 +90,7 @@ class PastModels:
         return differences
 
     def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
-        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for layers of other
-        sizes.
-        """
+        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for other layer sizes."""
         if len(self._past) < 2 or any(model.numel() != sum(sizes) for _, model in self._past):
             return {}
         *past, (number, now) = self._past
@@ -105,7 +101,7 @@ class PastModels:
 
 
 class Peers:
-    """The updates of one round, all finite and of equal layout; `rows` says how each compares with the others.
+    """The updates of one round, all finite and of equal layout; `rows` compares each with the others.
 
     A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
@@ -113,7 +109,7 @@ class Peers:
     def __init__(
         self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels, workspace: Workspace
     ) -> None:
-        """`sums` are the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
+        """`sums` are the nine sums, [clients, layers, 9]; of a single layer if layers are unknown."""
         self._vectors, self._workspace = vectors, workspace
         self._updates = UpdateRows(vectors, workspace, "updates")
         self._rows = spread_rows(sums)
@@ -177,7 +173,7 @@ class Peers:
             columns_of_parts.append(columns)
             if HEAD in columns:
                 heads.append(units[columns.index(HEAD)].clone())
-            # In this order: the other one takes twice as long.
+            # The reverse order takes twice as long.
             parts += units @ own.T, units.square_().sum(1), back @ own.T, back.square_().sum(1)
         fetched = to_host(parts)
         for columns, *rows in zip(columns_of_parts, *(fetched[i::4] for i in range(4)), strict=True):
@@ -197,9 +193,7 @@ class Peers:
                 yield slice(first, min(first + width, stop))
 
     def _others(self, place: slice, norms: Array, without: int) -> Tensor:
-        """Return the sum of all unit vectors but one, where subtracting it from the total would leave rounding
-        errors.
-        """
+        """Return the sum of all unit vectors but one, for cases where subtracting it would leave rounding errors."""
         total = torch.zeros_like(self._vectors[0][place])
         for i, factor in enumerate(_inverse(norms).tolist()):
             if factor and i != without:
@@ -222,7 +216,7 @@ class Peers:
         return np.clip(cosines, -1, 1)
 
     def _to_models(self, dots: Array, lengths: Array) -> None:
-        """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
+        """Set the cosines along the last step of the global model, and back to its state some rounds ago."""
         distances = lengths[:, None]
         cosines = np.clip(np.where(distances > 0, dots / self._norms / distances, np.nan), -1, 1)
         self._rows[:, STEP] = -cosines[0]
@@ -270,7 +264,7 @@ class Peers:
         """Return the cosine of each pair, computed once, so that both clients get the same value to the last bit."""
         if not pairs:
             return {}
-        if len(pairs) * self._vectors[0].numel() <= PAIRED_AT_ONCE:  # small ones: a call for each would cost more
+        if len(pairs) * self._vectors[0].numel() <= PAIRED_AT_ONCE:  # small ones, for which a call each would cost more
             own = self._updates.at(slice(None))
             left, right = (own[list(side)] for side in zip(*pairs, strict=True))
             dots = (left * right).sum(1, dtype=torch.float64).tolist()
@@ -282,8 +276,9 @@ class Peers:
 
 
 def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
-    """Return one run of neighbours in `every` such runs, along the last axis: [..., runs, neighbours]; all, in one run,
-    if it is 1.
+    """Return one run of neighbours in `every` such runs, along the last axis: [..., runs, neighbours].
+
+    If `every` is 1, all coordinates are in one run.
     """
     if every == 1:
         return vectors.unsqueeze(-2)
@@ -295,8 +290,8 @@ def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
 def agreement(signs: Tensor) -> Array:
     """Return the share of each client's signs that equals the sign of the sum of the others' signs, without zeros.
 
-    Without its own sign s the sum T is T − s, which agrees with s where s·T ≥ 2, and disagrees where s·T ≤ 0. So two
-    products serve all clients. They are sums of few integers, hence exact.
+    Without a client's own sign s, the sum T becomes T − s, which agrees with s where s·T ≥ 2, and disagrees where s·T ≤
+    0. So two products serve all clients. They are sums of few integers, hence exact.
     """
     counts = []
     for part in signs.split(SIGNS_AT_ONCE if signs.is_cpu else max(1, signs.shape[1]), dim=1):
@@ -312,7 +307,7 @@ def agreement(signs: Tensor) -> Array:
 
 
 def from_sketches(sums: Array, sketches: Array) -> Array:
-    """Return [clients, PEER_COLUMNS] where the updates themselves are not kept."""
+    """Return [clients, PEER_COLUMNS] if the updates themselves are not kept."""
     rows, cosines = spread_rows(sums), cosines_of(sketches)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = np.nan_to_num(sketches / np.linalg.norm(sketches, axis=1, keepdims=True))
@@ -327,7 +322,7 @@ def from_sketches(sums: Array, sketches: Array) -> Array:
 
 
 def cosines_of(sketches: Array) -> Array:
-    """Return [clients, clients], symmetric to the last bit; −∞ to oneself and to clients without a direction."""
+    """Return [clients, clients], bitwise symmetric; −∞ on the diagonal and for clients without a direction."""
     norms = np.linalg.norm(sketches, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = sketches / norms[:, None]
@@ -339,8 +334,7 @@ def cosines_of(sketches: Array) -> Array:
 
 
 def candidates(cosines: Array, most: int) -> list[tuple[int, int]]:
-    """Return pairs whose updates may be nearly the same, by their sketches: each client's best, then its second best,
-    ...
+    """Return pairs whose updates may be nearly equal, by their sketches: each client's best, then its second best, ...
 
     Between one and four per client; no more than `most`, except for the best ones.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a client whose training has ended, until it has come from a device and is merged.
+"""The measurements of a client whose training has ended, until they are copied from a device and merged.
 
-Holds nothing of the user's: neither the model nor an optimiser is kept alive by results that are on their way.
+Holds no objects of the user: pending results keep neither the model nor an optimiser alive.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from fedvitals.schedule import at_exit, budget
 from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, merge
 
 Report = Callable[[Exception, str], None]
-Rows = list[list[tuple[int, Mapping[str, Any]]]]  # of each probe: the steps, and what was measured at them
+Rows = list[list[tuple[int, Mapping[str, Any]]]]  # for each probe: the steps, and the measurements at each
 Gather = Callable[[list[Array], list[Array]], Gathered]
 PERPLEXITIES = {"before": ("train.loss_first", "fit.loss_before"), "after": ("train.loss_last", "fit.loss_after")}
-MOST_NATS = 100.0  # a loss above says nothing as a perplexity
+MOST_NATS = 100.0  # a larger loss has no meaningful perplexity
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """A client's optimiser steps: how many, how many of them were skipped, norms before clipping, the optimiser's
-    settings by metric, losses, and tokens.
+    """A client's optimiser steps.
+
+    Their number, how many were skipped, norms before clipping, the optimiser's settings by metric, losses, and tokens.
     """
 
     steps: int
-    skipped: int | Tensor  # possibly on a device, as in all these
+    skipped: int | Tensor  # possibly on a device, like all of these
     unclipped_norms: Sequence[Tensor | Array]
     settings: Mapping[str, float | Tensor] = field(default_factory=dict)
     losses: MeasuredLosses | None = None
@@ -55,7 +56,7 @@ class StepTotals:
 
     @property
     def additive(self) -> list[Tensor | Array | None]:
-        """What adds up over the processes that train a model together: the numbers of losses and of tokens."""
+        """Return what is summed over the processes that train a model together: the numbers of losses and of tokens."""
         return [None if own is None else own.numbers for own in (self.losses, self.tokens)]
 
     def on_device(self) -> list[Tensor | Array]:
@@ -65,10 +66,10 @@ class StepTotals:
 
 
 class PendingResults:
-    """Begins to copy what was measured to the host when it is created; `finish` completes the `results`.
+    """Begins to copy the measurements to the host on creation; `finish` completes the `results`.
 
-    `recorded` is the plan of the gradients that `recorders` have, `weighed` the place of the probe of the weights, with
-    the sums of the buffers; `gather` adds sums up over the processes that train the model together.
+    `recorded` is the plan of the gradients measured by `recorders`, `weighed` the index of the weights' probe, with the
+    sums of the buffers; `gather` adds sums over the processes that train the model together.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PendingResults:
         self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
         self._kept_bytes = 0 if update.vector is None else update.vector.nbytes
         instruments.updates.expect(self._kept_bytes)
-        if self.awaits_device:  # a probe may fill the same array again for the next client
+        if self.awaits_device:  # a probe may reuse the same array for the next client
             self._rows = [[(step, _own(measured)) for step, measured in own] for own in rows]
         for planned in instruments.preset.probes:
             if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
@@ -108,11 +109,11 @@ class PendingResults:
 
     @property
     def awaits_device(self) -> bool:
-        """Whether results are still on their way from a device, and may be waited for later."""
+        """Whether results are still on a device, and may be awaited later."""
         return self._gather is None and not self._copies.ready
 
     def finish(self) -> MeasuredUpdate:
-        """Complete the results and return the client's update. Waits for what is not on the host yet."""
+        """Complete the results and return the client's update. Waits for results that are not on the host yet."""
         started = time.perf_counter()
         preset, update = self._instruments.preset, self._update
         self.discard()
@@ -148,12 +149,12 @@ class PendingResults:
                 self.results.take({f"perplexity.{when}": math.exp(loss)})
 
     def discard(self) -> None:
-        """Make room for other updates: this one is about to be added, or never will be."""
+        """Free the memory for other updates: this one is about to be added, or never will be."""
         self._instruments.updates.expect(-self._kept_bytes)
         self._kept_bytes = 0
 
     def _fetch(self) -> dict[int, Array]:
-        """Return everything measured on the host, by the identity of each tensor."""
+        """Return all measurements on the host, by the identity of each tensor."""
         own, update, arrays = self._copied, self._update, self._copies.arrays()
         update.settle(arrays[len(own) + (self._weighed is not None) :])
         if self._gather is not None:
@@ -166,7 +167,7 @@ class PendingResults:
         return {id(values): array for values, array in zip(own, arrays, strict=False)}
 
     def _add_ranks(self, gather: Gather, arrays: list[Array]) -> None:
-        """Add up what the processes measured that train the model together: losses, tokens, and the sums of shards."""
+        """Add up the measurements of processes that train the model together: losses, tokens, and sums of shards."""
         copied = {id(own): place for place, own in enumerate(self._copied)}
         places = [copied.get(id(own)) for own in self._totals.additive]
         gradients = arrays[: self._gradients]
@@ -181,7 +182,7 @@ class PendingResults:
             self._update.set_additive(gathered.rows[self._gradients :], gathered.totals[len(places) :])
 
     def _tell_steps(self, on_host: Mapping[int, Array]) -> None:
-        """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""
+        """Report what only the device knew about the steps: skipped ones, and the largest norm before clipping."""
         totals = self._totals
         skipped = on_host.get(id(totals.skipped), totals.skipped)
         if skipped:
@@ -206,7 +207,7 @@ class PendingResults:
             self.results.tables = {**self.results.tables, CLASS_ROWS: class_table(len(table)).digest}
 
     def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
-        """Merge a probe's measurements of single steps to one client-round."""
+        """Merge a probe's measurements of single steps into one client-round."""
         arrays: dict[str, list[tuple[int, Array]]] = {}
         for step, measured in self._rows[index]:
             for name, values in measured.items():

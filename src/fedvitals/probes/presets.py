@@ -13,9 +13,9 @@
 | activations | no | no | one step in 25 |
 | nonlinearity, gradient over the whole set | no | no | every fifth round |
 
-What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 4 rounds
-(fit: 2, in `light` 20). In each round the gradient scale of some client is measured, in the first round everybody's;
-the fit of some client, if there are at least half as many clients as rounds in its block.
+Measurements in turns are budgeted in sample-passes (`allowance`), with a floor: each client once in every 4 rounds
+(fit: 2, in `light` 20). The gradient scale of some client is measured in each round, and of all clients in the first;
+so is the fit of some client, if there are at least half as many clients as rounds in its block.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fedvitals.schedule import always, at_exit
 
 NAMES = LIGHT, STANDARD, DEEP = ("light", "standard", "deep")
 
-# Of the training's sample-passes, and the rounds in each of which every client is measured once whatever it costs. As
-# seconds, on the demo's federation: 0.2 and 1.1 % for fit, 1.8 % for the gradient scale.
+# Of the training's sample-passes; and the rounds within which every client is measured once at any cost. As
+# seconds, in the demo's federation: 0.2 and 1.1 % for fit, 1.8 % for the gradient scale.
 LIGHT_FIT_PERCENT, LIGHT_FIT_ROUNDS = 0.2, 20
 FIT_PERCENT, FIT_ROUNDS = 0.7, 2
 LOSS_ROUNDS = (
@@ -41,7 +41,7 @@ LOSS_ROUNDS = (
 )
 OWN, OWN_FIT_PERCENT = "own", 1.0  # a list of a user's probes alone
 SCALE_PERCENT, SCALE_ROUNDS = 2.5, 4
-ACTIVATION_STEPS = 25  # one of so many is measured: it takes half as long again
+ACTIVATION_STEPS = 25  # one in this many is measured, which takes half as long again
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Planned:
 
     probe: Probe
     when: Schedule = at_exit
-    each: bool = False  # store every measurement, too, not only what they merge to
-    percent: float | None = None  # of the training's work, for one that runs as the scope closes; clients take turns
+    each: bool = False  # store every measurement, in addition to the merged result
+    percent: float | None = None  # of the training's work, for a probe run as the scope closes; clients take turns
     rounds: int = 1  # every so many rounds
-    floor_rounds: int = FLOOR_ROUNDS  # with a percent: each client is measured once in so many rounds, at any cost
+    floor_rounds: int = FLOOR_ROUNDS  # with a percent: each client is measured once in this many rounds, at any cost
 
     @property
     def name(self) -> str:
-        """The probe's name. It never contains the arguments of a `partial`, which may be a client's."""
+        """The probe's name. It never contains the arguments of a `partial`, which may belong to a client."""
         return name_of(self.probe)
 
     def work(self, samples: int) -> float:
@@ -99,10 +99,10 @@ class Preset:
     fit_percent: (
         float | None
     )  # of the training's work; None: each client-round with as many samples as allowed; 0: never
-    brief: bool = False  # of a client's weights and update only the norm and the cosine to the others
+    brief: bool = False  # for a client's weights and update, only the norm and the cosine to the others
     difference_each_step: bool = False
-    fit_floor_rounds: int = FLOOR_ROUNDS  # each client's fit is measured once in so many rounds, at any cost
-    training_losses: int = 0  # every so many rounds, by class, of the samples that a client trains on; 0: never
+    fit_floor_rounds: int = FLOOR_ROUNDS  # each client's fit is measured once in this many rounds, at any cost
+    training_losses: int = 0  # interval in rounds, by class, for the samples that a client trains on; 0: never
 
     def measures_losses(self, round_index: int | None) -> bool:
         """Return whether training losses are measured in a round.
@@ -123,7 +123,7 @@ def preset(name: str) -> Preset:
         The preset, whose `probes` may be changed before it is passed to a monitor.
     """
     check_name(name)
-    try:  # probes import torch, which takes more than a second: not before somebody measures with them
+    try:  # probes import torch, which takes over a second, so only once they are used
         from fedvitals.probes.activations import activations  # noqa: PLC0415
         from fedvitals.probes.full_gradient import full_gradient  # noqa: PLC0415
         from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient  # noqa: PLC0415

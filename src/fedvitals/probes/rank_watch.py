@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the processes that train one model together: which of them lags, and which no longer gives a sign of life.
+"""Watches the processes that train one model together: which of them lags, and which no longer shows a sign of life.
 
 Processes wait for each other when they exchange: with copies (DDP) during the backward pass, with shards (FSDP) from
-the forward pass on. Which one the others wait for shows in what it took from its last optimiser step until then. Work
-of a GPU that the host does not wait for is not seen.
+the forward pass on. The one that others wait for takes longest from its last optimiser step until then. GPU work that
+the host does not wait for is not seen.
 
-A thread of each process tells every few seconds that it lives, and how many steps it has made; that of the process that
-reports looks at the others. It ends with the training.
+A thread of each process signals every few seconds that it is alive, and how many steps it has made; the thread of the
+reporting process monitors the others. It ends with the training.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fedvitals.probes.ranks import Gathered, Quartiles, RankGroup
 from fedvitals.probes.results import Results
 from fedvitals.stats import Array
 
-BEAT = 2.0  # seconds from one sign of life to the next
+BEAT = 2.0  # seconds between two signs of life
 SILENCE = 15.0  # seconds without one, after which a process is named
 KEPT = 512  # steps whose times are kept
-FEWEST_STEPS = 9  # that are known of a process, to judge it
+FEWEST_STEPS = 9  # of a process, needed to judge it
 LAG_SHARE, LEAST_LAG = 0.2, 1e-3  # of a step, and seconds of it, that the others wait
 LOST, LAGGING = "rank.lost", "rank.lagging"
 Remark = tuple[str, str, Mapping[str, Any]]
@@ -37,8 +37,10 @@ Tell = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class RankWatch:
-    """One training, as one of its processes sees it, from its creation until `remove`. `step` is called at each step of
-    an optimiser, `tell` takes what is to be said at once: name, words and data of an event.
+    """One training, as seen by one of its processes, from creation until `remove`.
+
+    `step` is called at each step of an optimiser; `tell` receives what is to be reported at once: name, text and data
+    of an event.
     """
 
     def __init__(self, group: RankGroup, model: nn.Module, tell: Tell) -> None:
@@ -46,14 +48,14 @@ class RankWatch:
         self.steps = 0
         self._times: deque[float] = deque(maxlen=KEPT)
         self._mark = self._began = time.perf_counter()
-        self._seconds = 0.0  # that the training took
-        self._before: float | None = None  # since then, until the processes first wait for each other
+        self._seconds = 0.0  # duration of the training
+        self._before: float | None = None  # from then until the processes first wait for each other
         self._handle: Any = None
         self._stopped = threading.Event()
         group.begin()
         if can_be_hooked(model):
             hook = Hook(self._reached, lambda _: None)
-            # With copies, passes without an exchange may come before the one that has it: the last one counts.
+            # With copies, passes without an exchange may precede the one that has it, so the last one counts.
             self._handle = (model.register_forward_pre_hook if group.sharded else model.register_forward_hook)(hook)
         threading.Thread(target=self._work, name="fedvitals-ranks", daemon=True).start()
 
@@ -62,19 +64,19 @@ class RankWatch:
             self._before = time.perf_counter() - self._mark
 
     def step(self) -> None:
-        """An optimiser steps: the processes have exchanged what they had."""
+        """Note that an optimiser steps, so the processes have exchanged their parts."""
         self.steps += 1
-        if self._before is not None and self.steps > 1:  # the first one is also late by what came before it
+        if self._before is not None and self.steps > 1:  # the first one also includes what came before it
             self._times.append(self._before)
         self._before, self._mark = None, time.perf_counter()
 
     @property
     def before_exchange(self) -> Quartiles:
-        """The quartiles of the times until the processes first wait for each other; none of few steps."""
+        """Return the quartiles of the times until the processes first wait for each other; empty for few steps."""
         return tuple(quantiles(self._times)) if len(self._times) >= FEWEST_STEPS else ()
 
     def remove(self) -> None:
-        """Called when the training is over."""
+        """Stop watching, when the training is over."""
         self._stopped.set()
         self._seconds = time.perf_counter() - self._began
         if self._handle is not None:
@@ -113,7 +115,7 @@ class RankWatch:
 
     def _looking(self, store: Any) -> Any:
         others = self.group.ranks[1:]
-        heard = {rank: (None, time.monotonic()) for rank in others}  # the last sign, and when it was new
+        heard = {rank: (None, time.monotonic()) for rank in others}  # the last sign, and when it changed
         named: set[int] = set()
         while True:
             for rank in [rank for rank in others if rank not in named]:
@@ -132,7 +134,7 @@ class RankWatch:
 
 
 def lost_rank(rank: int, process: str, steps: int | None = None, *, ended: bool) -> Remark:
-    """Return what is said of a process that no longer trains with the others."""
+    """Return the remark about a process that no longer trains with the others."""
     how = "has ended" if ended else "gives no sign of life"
     progress = "" if steps is None else f", after {steps} steps"
     text = f"Rank {rank} ({process}) of this client {how}{progress}: the other processes wait for it, or have failed."
@@ -140,7 +142,7 @@ def lost_rank(rank: int, process: str, steps: int | None = None, *, ended: bool)
 
 
 def rank_remarks(gathered: Gathered, ranks: int, steps: int, seconds: float) -> list[Remark]:
-    """Return what is to be said of the processes of a training, of so many steps and seconds: who is lost, who lags."""
+    """Return the remarks about the processes of a training: which are lost, and which lag."""
     remarks = [lost_rank(rank, mark.words, ended=mark.is_gone) for rank, mark in gathered.lost.items()]
     missing = len(gathered.unwatched) + len(gathered.lost)
     if missing and gathered.sharded:
@@ -152,7 +154,7 @@ def rank_remarks(gathered: Gathered, ranks: int, steps: int, seconds: float) -> 
         return remarks
     low, own, _ = times[slowest]
     usual, high = (median(times[rank][i] for rank in times if rank != slowest) for i in (1, 2))
-    if low - high > max(LEAST_LAG, LAG_SHARE * seconds / steps):  # in nearly all steps, not in a few
+    if low - high > max(LEAST_LAG, LAG_SHARE * seconds / steps):  # in nearly all steps rather than in a few
         text = (
             f"Rank {slowest} lags: it takes {own:.3g} s of a step before the processes exchange, the others "
             f"{usual:.3g} s, and they wait for it."

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes that train one client's model together: by copies of it (DDP) or by shards (DTensor, FSDP).
 
-Each process measures its own part. What it measured travels through the key-value store of `torch.distributed`, never
-through a collective operation, which would hang where one of the processes is not watched or has died. The process of
-the lowest rank reports the client. It waits for those that were watched when the training began, and not for long.
+Each process measures its own part. Measurements travel through the key-value store of `torch.distributed`, never
+through a collective operation, which would hang if one of the processes is not watched or has died. The process of the
+lowest rank reports the client. It waits, briefly, for those that were watched when the training began.
 
-A process numbers the trainings in which it took part. Of what another process sends, the next that has as many steps
-counts: processes that train together step together.
+A process numbers the trainings in which it took part. Of another process's messages, the next one with the same number
+of steps counts, because processes that train together step together.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from fedvitals.kernels import is_sharded
 from fedvitals.model_hooks import named_members
 from fedvitals.stats import Array, merge_sums
 
-PATIENCE = 5.0  # seconds; once: a process that did not come is not waited for again
+PATIENCE = 5.0  # seconds; only once: a process that did not answer is not awaited again
 Quartiles = tuple[float, ...]
-"""Of the seconds of a step until the processes first wait for each other; none where they are unknown."""
-PAUSE = 0.01  # seconds from one look to the next
+"""Of the seconds of a step until the processes first wait for each other; empty if unknown."""
+PAUSE = 0.01  # seconds between two checks
 ANSWER = timedelta(seconds=5)  # within which the store answers
-NO_STEPS = -1  # of a training that nothing is told of
+NO_STEPS = -1  # for a training that is not reported
 
 _together: weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 def train_together(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Note that these processes train copies of a model together, where the model itself does not say so."""
+    """Note that these processes train copies of a model together, if the model itself does not say so."""
     _together[model] = tuple(ranks)
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside of DDP's wrapper, whose layers have the names that they have elsewhere."""
+    """Return the model inside a DDP wrapper, whose layers have the same names as elsewhere."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -56,7 +56,7 @@ def _is_distributed() -> bool:
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks of the processes that train this model together, in order; none if it is one process alone."""
+    """Return the ranks of the processes that train this model together, in order; empty for a single process."""
     if not _is_distributed():
         return ()
     mesh = next((p.device_mesh for _, p in parameters_of(model) if hasattr(p, "device_mesh")), None)
@@ -70,17 +70,17 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a model's parameters by name; of sharded ones, the shards, which optimisers have.
+    """Return a model's parameters by name; for sharded ones, the shards, which optimisers hold.
 
-    FSDP puts the whole parameters in the place of the shards while it computes, and leaves those of the outermost
-    module there after an evaluation.
+    FSDP replaces the shards by whole parameters while it computes, and leaves those of the outermost module in place
+    after an evaluation.
     """
     named = named_members(model, "_parameters")
     if not _is_distributed():
         return named
     sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
     states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch tells it nowhere else
-    # In earlier versions of torch, a module has one group or none, and not a list of them.
+    # In earlier versions of torch, a module has at most one group, and not a list of them.
     several = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
     groups = [group for own_groups in several for group in own_groups if group is not None]
     own = [own for group in groups for own in group.fsdp_params if hasattr(own, "_unsharded_param")]
@@ -89,7 +89,7 @@ def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class RankMessage(msgspec.Struct, array_like=True):
-    """What a process has measured of a training: its arrays as shapes and bytes, all float64."""
+    """The measurements of a process in a training: its arrays as shapes and bytes, all float64."""
 
     steps: int
     before_exchange: Quartiles
@@ -97,8 +97,9 @@ class RankMessage(msgspec.Struct, array_like=True):
 
 
 class RankMark(msgspec.Struct, array_like=True):
-    """Where the process of a rank runs, and how many trainings it has begun. `numbering`: within which the number of
-    the process means something.
+    """The location of a rank's process, and how many trainings it has begun.
+
+    `numbering`: the namespace of the process number.
     """
 
     begun: int
@@ -132,8 +133,9 @@ class RankMark(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Gathered:
-    """What all processes measured: nine sums per layer, totals, times before the first exchange by rank; the ranks
-    that were not watched, and those that did not answer although they were.
+    """The measurements of all processes: nine sums per layer, totals, times before the first exchange by rank.
+
+    Also the ranks that were not watched, and those that did not answer although they were.
     """
 
     rows: list[Array]
@@ -145,8 +147,9 @@ class Gathered:
 
 
 class RankGroup:
-    """The processes that train a run's models together, as this one sees them. `begin` and `gather` enclose each
-    training.
+    """The processes that train a run's models together, as seen by this one.
+
+    `begin` and `gather` enclose each training.
     """
 
     def __init__(self, ranks: tuple[int, ...], store: Any, *, sharded: bool) -> None:
@@ -155,12 +158,12 @@ class RankGroup:
         self._shared = store
         self.store = self.connect()
         self._prefix = f"fedvitals/{ranks[0]}-{ranks[-1]}-{len(ranks)}-{sharded:d}"
-        self._count = 0  # of trainings that this process has begun
-        self._taken: dict[int, int] = {}  # by rank: the number of its last training that was looked at
+        self._count = 0  # trainings that this process has begun
+        self._taken: dict[int, int] = {}  # by rank: the number of its last training read here
         self._absent: set[int] = set()
 
     def connect(self) -> Any:
-        """Return the store with a connection of its own: who waits on one keeps others from using it."""
+        """Return the store with a connection of its own, because a waiting call blocks others on the same one."""
         if not hasattr(self._shared, "clone"):  # torch before 2.8
             return self._shared
         store = self._shared.clone()
@@ -168,7 +171,7 @@ class RankGroup:
         return store
 
     def begin(self) -> None:
-        """A training begins. What has come of others was of trainings that this process did not take part in."""
+        """Begin a training. Earlier messages of others belong to trainings that this process did not take part in."""
         self._count += 1
         for rank in self.ranks[1:] if self.reports else ():
             mark, number = self.mark_of(rank), self._taken.get(rank, 0) + 1
@@ -178,25 +181,25 @@ class RankGroup:
         self.store.set(f"{self._prefix}/begun/{self.own}", msgspec.msgpack.encode(RankMark.own(self._count)))
 
     def divide(self, *, divided: bool) -> None:
-        """Say, in the process that reports, whether it divides its training into rounds, or trains for a federation."""
+        """Publish, in the reporting process, whether it divides its training into rounds or trains for a federation."""
         if self.reports:
             self.store.set(f"{self._prefix}/divided", b"1" if divided else b"0")
 
     @property
     def is_divided(self) -> bool:
-        """Whether the process that reports divides its training into rounds; it does so unless it said otherwise."""
+        """Return whether the reporting process divides its training into rounds; True unless it says otherwise."""
         key = f"{self._prefix}/divided"
         return self.reports or not self.store.check([key]) or bool(self.store.get(key) == b"1")
 
     def abandon(self) -> None:
-        """The training is over, and nothing is told of it."""
+        """End the training without a report."""
         if not self.reports:
             self._send(RankMessage(NO_STEPS, (), []))
 
     def gather(
         self, steps: int, before_exchange: Quartiles, rows: Sequence[Array], totals: Sequence[Array]
     ) -> Gathered:
-        """Return what all processes have measured: in the process that reports; in the others, their own."""
+        """Return the measurements of all processes in the reporting process; in the others, their own."""
         arrays = [*rows, *totals]
         if not self.reports:
             self._send(RankMessage(steps, before_exchange, [_encode(array) for array in arrays]))
@@ -213,7 +216,7 @@ class RankGroup:
                 parts.append(part)
             else:
                 gathered.unwatched.append(rank)
-        if self.sharded:  # of copies, all processes have the same
+        if self.sharded:  # copies are the same in all processes
             gathered.rows = [merge_sums(np.stack([part[i] for part in parts])) for i in range(len(rows))]
         for i, own in enumerate(totals):
             others = [part[len(rows) + i] for part in parts[1:]]
@@ -224,7 +227,7 @@ class RankGroup:
         self.store.set(self._key(self.own, self._count), msgspec.msgpack.encode(message))
 
     def _message_of(self, rank: int, steps: int, gathered: Gathered) -> RankMessage | None:
-        """Return what the process of a rank has sent of this training; None if nothing came in time."""
+        """Return what a rank's process sent about this training; None if nothing arrived in time."""
         mark = self.mark_of(rank)
         if mark is None or mark.begun <= self._taken.get(rank, 0):
             gathered.unwatched.append(rank)
@@ -242,7 +245,7 @@ class RankGroup:
         return None
 
     def mark_of(self, rank: int, store: Any = None) -> RankMark | None:
-        """Return what the process of a rank has left when it last began a training; None if it never did.
+        """Return the mark of a rank's process from its last begun training; None if there is none.
 
         `store`: a connection of the caller's own.
         """
@@ -255,7 +258,7 @@ class RankGroup:
             if rank in self._absent or mark.is_gone or time.monotonic() > until:
                 self._absent.add(rank)
                 return None
-            time.sleep(PAUSE)  # not `store.wait`, which writes to the user's screen when it has waited in vain
+            time.sleep(PAUSE)  # not `store.wait`, which prints to the user's screen on a timeout
         encoded: bytes = self.store.get(key)
         self.store.delete_key(key)
         return encoded
@@ -264,11 +267,11 @@ class RankGroup:
         return f"{self._prefix}/{number}/{rank}"
 
 
-_groups: dict[tuple[Any, ...], tuple[Any, RankGroup]] = {}  # of this process: the others count its trainings, not runs
+_groups: dict[tuple[Any, ...], tuple[Any, RankGroup]] = {}  # per process: the others count its trainings, not runs
 
 
 def group_of(model: nn.Module) -> RankGroup | None:
-    """Return the processes that train this model together; None if it is one process alone."""
+    """Return the processes that train this model together; None for a single process."""
     ranks = ranks_of(model)
     if not ranks or distributed.get_rank() not in ranks:
         return None
@@ -281,7 +284,7 @@ def group_of(model: nn.Module) -> RankGroup | None:
 
 
 def _numbering() -> str:
-    """Return the name of the space in which this process has its number; a container has one of its own."""
+    """Return the name of the namespace of this process's number; a container has one of its own."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

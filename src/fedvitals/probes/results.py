@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of measuring, before they become records: names and numbers."""
+"""Measurement results before they become records: names and numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Results:
     """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data).
 
-    `clients` is the number of clients that the results are a sum of, or None. `tables` gives, for «parameter»,
-    «buffer», «module» and «model», the layer table that rows of matrices belong to.
+    `clients` is the number of clients that the results sum over, or None. `tables` gives, for «parameter», «buffer»,
+    «module» and «model», the layer table that rows of matrices belong to.
     """
 
     metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
@@ -48,7 +48,7 @@ def measurements_of(
 ) -> Measurements:
     """Return the results of many nodes, each with its group, as one table. Matrices without a layer table are left out.
 
-    What several rows tell of the same node and group comes to stand in one row.
+    Rows of the same node and group are combined into one.
     """
     places: dict[Key, int] = {}
     for key, _ in rows:
@@ -75,7 +75,7 @@ def metric_of_nodes(
 
 
 def sketch_version() -> int:
-    """Return the version of the sketches that are made now."""
+    """Return the version of the current sketches."""
     from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
 
     return VERSION
@@ -93,7 +93,7 @@ def _columns(
         if own:
             names, values, steps = zip(*own, strict=True)
             alike.setdefault(names, []).append((row, values, steps))
-    columns: dict[tuple[str, int], int] = {}  # name, and which of the row's metrics of that name
+    columns: dict[tuple[str, int], int] = {}  # name, and its index among the row's metrics of that name
     own_columns: list[list[int]] = []
     for names in alike:
         seen: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List a client's own samples that speak most against their labels, for the owner of the data.
+"""List a client's own samples that contradict their labels most, for the owner of the data.
 
-It runs where the data are, when their owner calls it, and records and sends nothing.
+It runs where the data are, when called by their owner, and records and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BATCH = 256
 class SuspectSample:
     """A sample whose label the model contradicts.
 
-    `index`: its place in the data. `guess`: what the model takes it for. `margin`: the probability of the guess minus
-    that of the label, above 0 and at most 1; infinite where the model's output for the sample is not finite, which its
-    inputs usually are not either.
+    `index`: its position in the data. `guess`: the model's prediction. `margin`: the probability of the guess minus
+    that of the label, above 0 and at most 1; infinite if the model's output for the sample is not finite, which usually
+    means that its inputs are not either.
     """
 
     index: int

@@ -3,7 +3,7 @@
 
 Iterating a user's DataLoader would advance its generator and change the training. So samples are read by index: from a
 loader's data set, from a data set, from a pair of arrays or from a list of batches. Random streams that this uses
-(augmentation) are restored. Data that can only be iterated (streams, one-shot iterators) are refused, with the reason.
+(augmentation) are restored. Data that can only be iterated (streams, one-shot iterators) are rejected with a reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedvitals.errors import ConfigError, UnsuitedError
 
-LABELS = ("labels", "label", "targets", "target", "y")  # the part of a batch that is a mapping
+LABELS = ("labels", "label", "targets", "target", "y")  # the label part of a batch that is a mapping
 _LEAST_DIMENSIONS = (("input_ids", 2), *((name, 1) for name in LABELS))  # of the parts of a batch
 Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 Batch = tuple[Inputs, Tensor]  # inputs and labels
@@ -34,7 +34,7 @@ def size(data: Any) -> int:
     """Return the number of samples."""
     match data:
         case DataLoader() if hasattr(data.dataset, "__len__") and not isinstance(data.dataset, IterableDataset):
-            return len(data.dataset)  # samples, of whatever kind
+            return len(data.dataset)  # samples of any kind
         case DataLoader():
             return size(data.dataset)
         case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
@@ -62,7 +62,7 @@ def size(data: Any) -> int:
 
 
 def batch_size(data: Any) -> int | None:
-    """Return the number of samples in a batch of this data; None where it has no batches."""
+    """Return the number of samples in a batch of this data; None if it has no batches."""
     match data:
         case DataLoader():
             return data.batch_size
@@ -100,8 +100,9 @@ def read(data: Any, indices: Sequence[int]) -> Batch:  # noqa: PLR0911 - one for
 
 
 def spread_indices(total: int, wanted: int, turn: int) -> list[int]:
-    """Return `wanted` indices spread evenly over `total`, different ones at each turn, so that eventually all are
-    seen.
+    """Return `wanted` indices spread evenly over `total`.
+
+    They differ at each turn, so that eventually all are used.
     """
     wanted = min(total, wanted)
     if not wanted:
@@ -172,7 +173,7 @@ def _set_state(stream: Stream, state: Any) -> None:
 def _pair(batch: Any) -> Batch:
     """Return a batch as inputs and labels: a pair, a longer tuple whose last part is the labels, or a mapping.
 
-    Raises UnsuitedError where it cannot be seen which part is which.
+    Raises UnsuitedError if the parts cannot be identified.
     """
     if isinstance(batch, Mapping):
         tensors = {name: part for name, part in batch.items() if isinstance(part, Tensor)}
@@ -191,7 +192,7 @@ def _pair(batch: Any) -> Batch:
 
 
 def apply(model: nn.Module, x: Inputs) -> Any:
-    """Return the model's output for inputs as `read` gives them: several by name, or in their order."""
+    """Return the model's output for inputs as returned by `read`: several by name, or in their order."""
     if isinstance(x, Tensor):
         return model(x)
     return model(**x) if isinstance(x, Mapping) else model(*x)
@@ -229,7 +230,7 @@ def _dimensions(part: Any) -> int:
 
 
 def _from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return samples, each a mapping, as one batch. What is no number, such as a text itself, is left out."""
+    """Return samples, each a mapping, as one batch. Non-numeric parts, such as a text itself, are left out."""
     batch = {}
     for name in rows[0]:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient scale: how strongly a network's output answers to its input (GSC), cheaply and with its error.
+"""Gradient scale: how strongly a network's output responds to its input (GSC), measured cheaply and with its error.
 
 After Bogacka et al., «Gradient scale monitoring for federated learning systems» (JAMRIS 3/2024), and Philipp et al.,
 arXiv 1712.05577. Per sample, with J the Jacobian of the logits by the input and n the input's dimension:
@@ -8,10 +8,10 @@ arXiv 1712.05577. Per sample, with J the Jacobian of the logits by the input and
     scale.sensitivity  (1/√n) · ‖J‖_F · ‖input‖ / ‖logits‖     free of scale; 1 for a linear isotropic map
 
 The exact ‖J‖_F takes one backward pass per output. Estimated by a deflated random projection it takes two, whatever the
-number of outputs: as training goes on, J becomes nearly of rank one, along the top eigenvector u of W·Wᵀ of the last
-layer, which is known for free. So ‖uᵀJ‖² is computed, and only the rest is projected at random: with z = (I − u·uᵀ)·r
-and r of independent signs, E‖zᵀJ‖² = ‖(I − u·uᵀ)J‖_F². What z catches by chance is mostly told by zᵀ·W·Wᵀ·z, since J is
-W times the Jacobian of the features: scaled by ‖uᵀJ‖² it serves as a control variate, for nothing. The estimate of
+number of outputs: as training proceeds, J becomes nearly of rank one, along the top eigenvector u of W·Wᵀ of the last
+layer, which is known at no cost. So ‖uᵀJ‖² is computed, and only the rest is projected at random: with z = (I − u·uᵀ)·r
+and r of independent signs, E‖zᵀJ‖² = ‖(I − u·uᵀ)J‖_F². The random part of z is mostly explained by zᵀ·W·Wᵀ·z, since J
+is W times the Jacobian of the features: scaled by ‖uᵀJ‖² it serves as a control variate at no cost. The estimate of
 ‖J‖_F² stays unbiased; its error falls by a third (docs/decisions.md).
 """
 
@@ -34,8 +34,8 @@ from fedvitals.probes.differentiate import Differentiable, differentiable
 from fedvitals.probes.view import View, evaluation_mode
 
 IMAGES = 16
-OUTPUTS = 10  # of a model, where the work of an exact measurement is reckoned before
-MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of products
+OUTPUTS = 10  # assumed outputs of a model, to estimate the work of an exact measurement in advance
+MOST_OUTPUTS = 4096  # of a model whose last layer is used for the estimate: 128 MB of products
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
     count = outputs.shape[1]
     if count == 1:
         return graph.pull(torch.ones_like(outputs))
-    # A stream of our own: the user's random numbers are left alone, and the same round gives the same estimate.
+    # A stream of our own: it leaves the user's random numbers alone, and the same round gives the same estimate.
     stream = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, outputs.shape, generator=stream, dtype=torch.int8).to(outputs.device) * 2 - 1
     probe = signs.to(outputs.dtype)
@@ -121,7 +121,7 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
     u = direction.u[0].to(outputs)
     z = probe - (probe @ u)[:, None] * u
     along, rest = graph.pull(u.expand_as(outputs)), graph.pull(z)
-    # zᵀ·W·Wᵀ·z, whose mean is known, moves with ‖zᵀJ‖²: what it is off by here tells most of what that is off by.
+    # zᵀ·W·Wᵀ·z, whose mean is known, correlates with ‖zᵀJ‖²: its error here explains most of the other's.
     chance = (z.double() @ gram * z.double()).sum(1) - direction.rest[0]
     estimate: Tensor = along + rest - (along / direction.along[0] * chance).masked_fill(~(direction.along[0] > 0), 0.0)
     return estimate

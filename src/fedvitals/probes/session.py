@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one client's training: hooks are set at the start, numbers returned at the end, and nothing is left
-behind.
-"""
+"""Measures one client's training: sets hooks at the start, returns numbers at the end, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ REPLACED_BY_OTHERS = (
     "The weights of this client's model were replaced inside its scope, before its first step, by others than the "
     "round's global model has: its update is measured from the global model. Said once for the run."
 )
-UNFROZEN_SHOWN = 10  # names of layers in one event
+UNFROZEN_SHOWN = 10  # names of layers listed in one event
 
 
 class Clock(Protocol):
@@ -63,7 +61,7 @@ class Clock(Protocol):
 
 
 class ClientSession:
-    """Begins when it is created; `stop` ends it and returns the results, `abandon` ends it without any."""
+    """Starts on creation; `stop` ends it and returns the results, `abandon` ends it without any."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class ClientSession:
         clock: Clock | None = None,
         ranks: Callable[[], RankWatch] | None = None,
     ) -> None:
-        """`ranks` begins to watch the processes that train the model together, where there are several."""
+        """`ranks` starts to watch the processes that train the model together, if there are several."""
         began = time.perf_counter()
         self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
         self._ranks: RankWatch | None = None
@@ -87,7 +85,7 @@ class ClientSession:
         self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
         self._batch: samples.Batch | None = None
-        self.optimizers: list[Optimizer] = []  # that stepped, known at the end
+        self.optimizers: list[Optimizer] = []  # those that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
         if not instruments.preset.brief and view.frozen:
@@ -97,7 +95,7 @@ class ClientSession:
             self._guarded("fit", self._fit_before)
         at_steps = [(i, p) for i, p in enumerate(instruments.preset.probes) if p.when is not at_exit]
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
-        self._weighed: int | None = None  # which probe is `weights`, if it is due: measured together with the update
+        self._weighed: int | None = None  # index of `weights`, if due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
         others = [(i, p) for i, p in at_steps if p.probe is not gradients]
         prepares = instruments.prepares
@@ -124,17 +122,17 @@ class ClientSession:
             if clock is not None:
                 clock.start(view.model)
         except BaseException:
-            self.abandon()  # nobody would hold this session, and its hooks would stay for ever
+            self.abandon()  # nobody would hold this session, and its hooks would stay forever
             raise
 
     def _watch_losses(self) -> TrainingLosses | None:
-        """Return the hooks that measure training losses, unless this client's are known to be of another kind."""
+        """Return the hooks that measure training losses, unless this client's losses are known to be unsuited."""
         view, instruments = self._view, self._instruments
         if not instruments.preset.measures_losses(view.round):
             return None
         if (view.node or "", type(view.model)) in instruments.unsuited_losses:
             return None
-        return TrainingLosses(view, functools.partial(_report_losses, self._report))  # not `self`: that were a cycle
+        return TrainingLosses(view, functools.partial(_report_losses, self._report))  # not `self`, a cycle
 
     def _stop_losses(self) -> None:
         if self._losses is not None:
@@ -166,14 +164,15 @@ class ClientSession:
         self._takes.clear()
 
     def stop(self) -> PendingResults:
-        """End the session: what is left to measure is measured, and its way to the host begun. A device is not waited
-        for, except by probes with passes of their own (gradient scale, fit).
+        """End the session: take the last measurements, and begin to copy them to the host.
+
+        Does not wait for a device, except in probes with passes of their own (gradient scale, fit).
         """
         ended = time.perf_counter()
         if self._clock is not None:
             inside = 0.0 if self._losses is None else self._losses.seconds
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up + inside, inside)
-        self.optimizers = self._hooks.optimizers()  # before the hooks are gone
+        self.optimizers = self._hooks.optimizers()  # before the hooks are removed
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._guarded("training losses", self._stop_losses)
@@ -213,11 +212,11 @@ class ClientSession:
         )
 
     def _measure_update(self) -> MeasuredUpdate:
-        """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
+        """Return the update, measured on its device; as a vector if there is room to compare it with others."""
         instruments = self._instruments
         keep = instruments.compares_updates and instruments.updates.has_room(self._snapshot.update_bytes)
         return self._snapshot.measure(
-            keep=keep and not self._sharded,  # nobody has all of a sharded one
+            keep=keep and not self._sharded,  # no process has a whole sharded one
             sketch=instruments.compares_updates,
             initial=instruments.initial_model,
             weigh=self._weighed is not None,
@@ -225,14 +224,15 @@ class ClientSession:
         )
 
     def held_bytes(self) -> int:
-        """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
-        with.
+        """Return the bytes kept for this client and for the run.
+
+        These are copies of its weights, and updates to compare it with.
         """
         held = [t for t in (self._last, self._instruments.initial) if t is not None]
         return self._snapshot.held_bytes + sum(t.nbytes for t in held) + self._instruments.updates.held_bytes
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
-        """Run a probe of the scope's end, if it is due in this round and for this client."""
+        """Run a probe at the end of the scope, if it is due in this round and for this client."""
         if (self._turn.round_index or 0) % planned.rounds == 0 and self._due(index, planned):
             if planned.probe is weights:
                 self._weighed = index
@@ -263,7 +263,7 @@ class ClientSession:
             self._difference(self._steps - 1)
 
     def _tell_unfrozen(self) -> None:
-        """Report layers that began to train after the scope was opened: they are not measured in this round."""
+        """Report layers that began to train after the scope was opened, and so are not measured in this round."""
         names = [name for name, parameter in self._view.frozen if parameter.requires_grad]
         if names:
             shown = ", ".join(names[:UNFROZEN_SHOWN]) + (", ..." if len(names) > UNFROZEN_SHOWN else "")
@@ -328,7 +328,7 @@ class ClientSession:
         self.cost += time.perf_counter() - now
 
     def _after_backward(self, owned: Sequence[Tensor | None], step: int) -> None:
-        """The backward pass of this step is over: whatever watched it has seen all of it."""
+        """Finish the hooks that watched this step's backward pass, which is over."""
         self._clip.before_step(owned)
         if self._losses is not None:
             self._losses.step()
@@ -348,11 +348,11 @@ class ClientSession:
         known[1].record(step)
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
-            known[1].scale(scale)  # a fused optimiser holds gradients times a GradScaler's scale
+            known[1].scale(scale)  # a fused optimiser holds gradients multiplied by a GradScaler's scale
         self._instruments.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
-        """Return what the probe measures; nothing if it failed, or has reported that it cannot measure such models."""
+        """Return the probe's measurements; empty if it failed, or has reported that it cannot measure such models."""
         started, kind = time.perf_counter(), (index, type(self._view.model))
         if kind in self._instruments.unsuited:
             return {}
@@ -367,7 +367,7 @@ class ClientSession:
             self._instruments.costs[index] += time.perf_counter() - started
 
     def _run_foreign(self, planned: Planned) -> Mapping[str, Any]:
-        """Run a user's probe; it may draw random numbers, or return what is nothing."""
+        """Run a user's probe, which may draw random numbers, or return something invalid."""
         with samples.preserved_random_streams(None):
             measured: Any = planned.probe(self._view)
         if measured is not None and not isinstance(measured, Mapping):
@@ -381,7 +381,7 @@ class ClientSession:
         self._arm(step + 1)
 
     def _arm(self, step: int) -> None:
-        """Set the hooks of probes that measure the next step's forward pass, if their schedule grants it."""
+        """Set the hooks of probes that measure the next step's forward pass, if their schedule allows it."""
         for index, planned, prepare in self._prepared:
             if planned.when(self._moment(index, step)):
                 self._takes[index] = prepare(self._view, functools.partial(self._charge, index=index))
@@ -400,8 +400,9 @@ class ClientSession:
         return Moment(self._view.round, self._view.node, step, self._step_seconds, self._instruments.costs[index])
 
     def _difference(self, step: int) -> None:
-        """Record `weight.difference` of one iteration, before the next one, so that no hook after the step is
-        needed.
+        """Record `weight.difference` of one iteration, before the next one.
+
+        So no hook after the step is needed.
         """
         now = flatten(self._view.parameters)
         change = now if self._last is None else now - self._last.to(now.device)
@@ -413,7 +414,7 @@ class ClientSession:
         try:
             metrics, self._batch = self._instruments.fit.before(self._view, self._turn)
         except ConfigError:
-            self._view.data = None  # it cannot be read: told once, and the other probes do without
+            self._view.data = None  # unreadable: reported once, and the other probes do without
             raise
         self.results.take(metrics)
         if not self._instruments.preset.brief:
@@ -423,7 +424,7 @@ class ClientSession:
     # -- weights that are loaded inside the scope ---------------------------------------------------------------------
 
     def _loaded(self) -> None:
-        """The model's weights were loaded. Before any training that is where it starts; later it is its outcome."""
+        """Handle loaded weights: before any training they are its start, later its result."""
         view, shared = self._view, self._instruments.global_parameters
         if self._steps or (isinstance(self._hooks, StepCounter) and self._hooks.steps):
             return
@@ -432,17 +433,17 @@ class ClientSession:
             self._begin_again()
 
     def _begin_training(self, optimizer: Optimizer) -> None:
-        """Before the first step: read the optimiser's settings, and check where the training starts."""
+        """Read the optimiser's settings before the first step, and check where the training starts."""
         self._settings = optimizer_settings(optimizer)
         self._check_start()
 
     def _check_start(self) -> None:
-        """Check whether the weights are still those that were copied as the scope opened."""
+        """Check whether the weights are still those copied when the scope opened."""
         if not self._sharded and self._snapshot.is_outdated():
             self._guarded("looking at replaced weights", self._begin_again)
 
     def _begin_again(self) -> None:
-        """The weights were replaced inside the scope: take the global model's for the start, else what they are now."""
+        """Restart from weights replaced inside the scope: from the global model if it fits, else as they are now."""
         view, shared = self._view, self._instruments.global_parameters
         known = fits(shared, view.parameters)
         same = equals(shared, view.parameters) if known else False
@@ -459,8 +460,9 @@ class ClientSession:
             self.results.remarks.append(("update.base", remark, {"global_model": known}))
 
     def _tell_labels(self) -> None:
-        """Report the client's labels: when first seen, and again when they change; looked at with data that did, and
-        every few rounds.
+        """Report the client's labels when first seen, and again when they change.
+
+        They are checked whenever the data changed, and every few rounds.
         """
         due = self._data_changed or not (self._view.round or 0) % LABEL_ROUNDS
         if not due and self._view.node in self._instruments.labels:
@@ -473,7 +475,7 @@ class ClientSession:
         self.results.remarks.append(labels_remark(labels))
 
     def _tell_data(self) -> None:
-        """Report what the client's data look like: when first seen, and again when they change."""
+        """Report a description of the client's data when first seen, and again when they change."""
         told = self._instruments.data.look(self._view.node or "", self._view.data)
         if told is not None:
             self._data_changed = True

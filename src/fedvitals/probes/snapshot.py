@@ -31,7 +31,7 @@ PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 25
 PIECE_ON_DEVICE = 1 << 27  # there, each call has its price; a larger model is cut into 16
 SMALL_SHARE = 1 / 64  # of a device's memory, for a copy without asking whether there is room for it
 LARGEST_SHARE = 1 / 16
-TRAINING_COPIES = 4  # gradients, two moments and a reserve: what training still allocates, in copies of its parameters
+TRAINING_COPIES = 4  # gradients, two moments and a reserve: what training still allocates, in parameter copies
 FEW = 1 << 16  # parameters on a CPU that are compared whole: that takes some 20 µs
 SAMPLED_LAYERS, SAMPLED = 32, 8  # where there are more: layers, and values of the first row of each
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -363,7 +363,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return what changes when tensors are replaced or written to, except through `data`; nothing if they hide it."""
+    """Return what changes when tensors are replaced or written to, except through `data`; empty if unavailable."""
     try:
         return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]  # noqa: SLF001 - torch's own
     except RuntimeError:  # of tensors that are no memory by themselves, as some quantised ones

@@ -77,7 +77,7 @@ class CountedTokens:
         return metrics
 
     def losses(self, numbers: Array) -> dict[str, float]:
-        """Return the mean losses «before» and «after» the training, of a model that returns them."""
+        """Return the mean losses «before» and «after» the training, for a model that returns them."""
         first, last = numbers[5:].reshape(2, 2).tolist()
         return {when: loss / targets for when, (loss, targets) in (("before", first), ("after", last)) if targets}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact relation of a received update to the trained one, from the nine sums that are known of both.
+"""The exact relation of a received update to the trained one, from the nine sums known of both.
 
-Tested only where the two differ. An update that was multiplied has every sum of every layer multiplied accordingly; one
-that was added to an old model differs by the old model minus the present one, whose sums the server knows.
+Only tested if the two differ. A multiplied update has every sum of every layer multiplied accordingly; one that was
+added to an old model differs by the old model minus the current one, whose sums the server knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from fedvitals.stats import COUNT, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 TOLERANCE = 0.01  # of a layer's size: half precision rounds each value by up to 0.4 %
-NEGLIGIBLE = 1e-6  # share of ‖d‖² below which rounding decides what a layer's sums are
+NEGLIGIBLE = 1e-6  # share of ‖d‖² below which rounding dominates a layer's sums
 EXACT = 2e-4  # of a layer's magnitude, for sums of full precision
 
 
@@ -23,14 +23,14 @@ def sum_distances(own: Array, got: Array) -> Array:
     """Return each layer's largest relative difference between two sets of nine sums, up to 1; [..., 9] → [...].
 
     Differences are relative to the magnitude of the values as received, since sums may cancel to nearly 0. 1 means that
-    a count differs, or by more than the whole magnitude.
+    a count differs, or that the difference exceeds the whole magnitude.
     """
     counts = [COUNT, NANS, INFS]
     size = got[..., SUM_MAGNITUDES]
     largest = np.abs(np.where(np.isfinite(got[..., [MIN, MAX]]), got[..., [MIN, MAX]], 0.0)).max(axis=-1)
     limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, got[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
     worst = np.where((own[..., counts] == got[..., counts]).all(axis=-1), 0.0, 1.0)
-    with np.errstate(all="ignore"):  # what clients say may be infinite
+    with np.errstate(all="ignore"):  # clients may report infinity
         for column, limit in limits:
             equal = own[..., column] == got[..., column]  # also two zeros of an empty layer, and two infinities
             share = np.abs(got[..., column] - own[..., column]) / limit
@@ -41,7 +41,7 @@ def sum_distances(own: Array, got: Array) -> Array:
 def factor_between(trained: Array, received: Array) -> float | None:
     """Return k if the received update is k times the trained one in every layer that counts, else None.
 
-    Both are [layers, 9]. k is negative where every sum has changed its sign. A layer whose update has no sign (a sum of
+    Both are [layers, 9]. k is negative if every sum has changed its sign. A layer whose update has no sign (a sum of
     about 0) is tested by its smallest and largest value.
     """
     squares = received[:, SUM_SQUARES]
@@ -71,7 +71,7 @@ def _multiplied(rows: Array, factor: float) -> Array:
 def rounds_behind(trained: Array, received: Array, back: Mapping[int, Array]) -> int | None:
     """Return n if the received update is the trained one added to the global model of n rounds ago, else None.
 
-    `back`: by rounds ago, each layer's sum of that model minus the present one.
+    `back`: by rounds ago, each layer's sum of that model minus the current one.
     """
     with np.errstate(all="ignore"):
         difference, size = received[:, SUM] - trained[:, SUM], received[:, SUM_MAGNITUDES]

@@ -10,7 +10,7 @@ Of a regression whose targets `data` has as a tensor, the moments of the residua
 A single output per sample is that of two classes, whose logits are 0 and it, or probabilities after a sigmoid.
 
 At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
-exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of the rows are looked at.
+exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, only some of the rows are used.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _Batch = tuple[weakref.ref[Tensor], int]  # the first input of a forward pass, a
 
 
 class _Output:
-    """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come."""
+    """One forward pass in training: logits [rows, classes], and their gradients after its backward pass."""
 
     __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "version")
 
@@ -82,7 +82,7 @@ class _Output:
 
 
 class MeasuredLosses:
-    """What was summed over a client's training, on its way to the host. Raises UnsuitedError if it cannot be told."""
+    """Sums over a client's training, before they are copied to the host. Raises UnsuitedError if they are undefined."""
 
     def __init__(self, totals: ClassTotals | ResidualSums | None, model: type, reason: str | None) -> None:
         self.model = model
@@ -108,9 +108,9 @@ class MeasuredLosses:
 
 
 class TrainingLosses:
-    """Hooks on a client's model from its creation until `stop`; `seconds` is what they took of the training.
+    """Hooks on a client's model from creation until `stop`; `seconds` is the training time they took.
 
-    Call `step` at each optimiser step. `failed` is told of errors of ours.
+    Call `step` at each optimiser step. `failed` is called with errors of ours.
     """
 
     def __init__(self, view: View, failed: Callable[[Exception], None]) -> None:
@@ -121,10 +121,10 @@ class TrainingLosses:
         self._total = _pass_length(view.data)  # samples in a pass; None: unknown
         self._quota = 0 if self._total is None else last_quota(self._total)
         self._samples = 0  # that the training has seen so far
-        self._awaited: list[_Output] = []  # whose backward pass has not come yet
+        self._awaited: list[_Output] = []  # outputs whose backward pass has not happened yet
         self._waiting: list[_Output] = []  # to be evaluated
-        self._numbers = 0  # of these
-        self._evaluated: deque[tuple[list[_Span], JudgedRows]] = deque()  # that may be of the last pass
+        self._numbers = 0  # numbers in these
+        self._evaluated: deque[tuple[list[_Span], JudgedRows]] = deque()  # those that may belong to the last pass
         self._totals: ClassTotals | None = None
         self._targets = regression_targets(view.data)
         self._residuals: ResidualSums | None = None
@@ -138,13 +138,13 @@ class TrainingLosses:
             self._reason = "the model is compiled or scripted, and cannot be looked into."
 
     def step(self) -> None:
-        """Let go of outputs whose gradient has not come when an optimiser steps: they belong to no training."""
+        """Release outputs without a gradient when an optimiser steps, because they do not belong to training."""
         for output in self._awaited:
             output.logits = None
         self._awaited.clear()
 
     def remove(self) -> None:
-        """Remove the hooks, and let go of all outputs."""
+        """Remove the hooks, and release all outputs."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -153,7 +153,7 @@ class TrainingLosses:
         self._evaluated.clear()
 
     def stop(self, steps: int) -> MeasuredLosses:
-        """End it and return what was measured, in part still on its device; `steps` are those of the optimiser."""
+        """End and return what was measured, in part still on its device; `steps` are those of the optimiser."""
         began = time.perf_counter()
         self.step()
         if self._reason is None:
@@ -172,7 +172,7 @@ class TrainingLosses:
         self._failed(error)
 
     def _refuse(self, reason: str) -> None:
-        """Measure nothing more in this client-round."""
+        """Stop measuring in this client-round."""
         self._reason = self._reason or reason
         self.remove()
 
@@ -220,17 +220,17 @@ class TrainingLosses:
             self.batch, self._normalised = batch, kind.startswith("LogSoftmax")
             self._sigmoid = kind == SIGMOID and rows.shape[1] == 1
         self._awaited.append(output)
-        if len(self._awaited) > MOST_AWAITED:  # passes without a way back, as in an evaluation
+        if len(self._awaited) > MOST_AWAITED:  # passes without a backward pass, as in an evaluation
             self._awaited.pop(0).logits = None
-        # On the node and not on the tensor: that is quicker, and the same.
+        # On the node rather than the tensor, which is faster and equivalent.
         node.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))
-        if type(node).__name__ == CAST:  # a copy in float32 for the caller, while the model computed its loss before it
+        if type(node).__name__ == CAST:  # a float32 copy for the caller; the model computed its loss before it
             (before, place), *_ = node.next_functions
             if before is not None:
                 before.register_prehook(functools.partial(self._on_backward, output, place))
 
     def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradient of an output, the first time that it comes; runs inside the backward pass."""
+        """Record the gradient of an output on its first arrival; runs inside the backward pass."""
         logits, gradient = output.logits, gradients[place]
         if logits is None or gradient is None or output.gradients is not None or self._reason is not None:
             return
@@ -261,7 +261,7 @@ class TrainingLosses:
                 self._evaluate()
 
     def _forget_middle(self) -> None:
-        """Let go of outputs that lie behind the first pass and before the last."""
+        """Release outputs after the first pass and before the last."""
         total = self._total
         if total is None:
             return
@@ -271,11 +271,11 @@ class TrainingLosses:
         self._waiting = [o for o in self._waiting if o.first < total or o.first + o.samples > since]
         self._numbers = sum(output.logits.numel() for output in self._waiting if output.logits is not None)
 
-    # -- all that waits, at once --------------------------------------------------------------------------------------
+    # -- evaluation of waiting outputs ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Evaluate the outputs that wait, and add up those of the first pass."""
+        """Evaluate the waiting outputs, and add up those of the first pass."""
         self._forget_middle()
         waiting = [(output, output.logits, output.gradients) for output in self._waiting]
         outputs = [(o, z, g) for o, z, g in waiting if z is not None and g is not None]
@@ -317,7 +317,7 @@ class TrainingLosses:
 
     @torch.no_grad()
     def _add_last(self) -> None:
-        """Add the rows of the last pass: as `pass_masks` tells, the ends of passes among the last samples."""
+        """Add the rows of the last pass: the ends of passes among the last samples, by `pass_masks`."""
         total, end = self._total, self._samples
         if total is None or self._totals is None:
             return
@@ -331,7 +331,7 @@ class TrainingLosses:
 
 
 def _rows_before(spans: Sequence[_Span], place: int) -> int:
-    """Return how many rows of outputs are of samples before this one, in the order of the training."""
+    """Return how many rows of outputs belong to samples before this one, in the order of the training."""
     count = 0
     for first, length, rows in spans:
         if place <= first:
@@ -394,7 +394,7 @@ def _obstacle(logits: Any) -> str | None:
 
 
 def _is_captured(logits: Tensor) -> bool:
-    """Return whether this is the capture of a CUDA graph, whose tensors nobody may keep."""
+    """Return whether a CUDA graph is being captured, whose tensors must not be kept."""
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -411,11 +411,11 @@ def _batch_size(logits: Any, own_input: Tensor | None) -> int:
 
 
 def _pass_length(data: Any) -> int | None:
-    """Return how many samples one pass over the data has; None if that is unknown."""
+    """Return the number of samples in one pass over the data; None if unknown."""
     try:
         total = 0 if data is None else samples.size(data)
     except ConfigError:
-        return None  # which `fit` reports
+        return None  # reported by `fit`
     if isinstance(data, DataLoader) and data.drop_last and data.batch_size:
         total -= total % data.batch_size
     return total or None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms in which a loop may hand over an update: arrays by name, a list of arrays, or one flat vector.
+"""The forms in which a loop may pass an update: arrays by name, a list of arrays, or one flat vector.
 
 Arrays are NumPy's, torch's, or nested lists of numbers. Nothing here imports torch by itself.
 """
@@ -19,7 +19,7 @@ from fedvitals.records import Layer, LayerTable
 
 
 def by_client(updates: Any) -> dict[Any, Any]:
-    """Return updates by client as a dictionary; ConfigError for anything that is none."""
+    """Return updates by client as a dictionary; ConfigError for anything else."""
     try:
         return dict(updates)
     except (TypeError, ValueError) as error:
@@ -29,12 +29,12 @@ def by_client(updates: Any) -> dict[Any, Any]:
 
 
 def as_layers(update: Any, tables: Sequence[LayerTable]) -> Sequence[Any]:
-    """Return an update as one array for each layer: tensors where torch is loaded, else NumPy arrays.
+    """Return an update as one array for each layer: tensors if torch is loaded, else NumPy arrays.
 
-    `tables` are the layers that are known, newest first. By them a mapping is brought into the order of the model's
-    parameters (what else it has, as buffers do, is left out), and a flat vector cut into layers.
+    `tables` are the known layers, newest first. They give the order of the model's parameters for a mapping (other
+    entries, such as buffers, are left out), and the sizes to cut a flat vector into layers.
     """
-    if hasattr(update, "vector"):  # a host's own, contiguous already
+    if hasattr(update, "vector"):  # a host's own type, already contiguous
         return list(update) if not isinstance(update, list) else update
     if isinstance(update, Mapping):
         names = next((names for names in map(_names, tables) if update.keys() >= set(names)), None)
@@ -50,7 +50,7 @@ def as_layers(update: Any, tables: Sequence[LayerTable]) -> Sequence[Any]:
 
 
 def tables_of_update(update: Any, layers: Sequence[Any]) -> dict[str, LayerTable]:
-    """Return the layer tables for an update of a model that nobody has shown: by its names, or by number."""
+    """Return the layer tables for an update of an unknown model: by its names, or by number."""
     named = isinstance(update, Mapping) and len(update) == len(layers)
     names = [str(name) for name in update] if named else [f"layer {number}" for number in range(len(layers))]
     kinds = [(tuple(array.shape), str(array.dtype).removeprefix("torch.")) for array in layers]
@@ -64,7 +64,7 @@ def _names(table: LayerTable) -> list[str]:
 
 
 def _cut(vector: Any, tables: Sequence[LayerTable]) -> list[Any]:
-    """Cut a flat vector into the layers of the newest table that it fits; else it is one layer."""
+    """Cut a flat vector into the layers of the newest table that fits; otherwise it is one layer."""
     if vector.ndim != 1:
         return [vector]
     for table in tables:
@@ -76,7 +76,7 @@ def _cut(vector: Any, tables: Sequence[LayerTable]) -> list[Any]:
 
 
 def _array(values: Any) -> Any:
-    """Return values as an array of what the updates are measured with."""
+    """Return values as an array of the library that measures updates."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(values, torch.Tensor):
         return values.detach()
@@ -85,6 +85,6 @@ def _array(values: Any) -> Any:
         raise ConfigError(f"An update consists of numbers; an array of it is of type {array.dtype}.")
     if torch is None:
         return array
-    # torch cannot hold memory that it may not write to, nor of negative strides or foreign byte order.
+    # torch cannot wrap read-only memory, negative strides or foreign byte order.
     plain = array.flags.writeable and array.dtype.isnative and all(stride >= 0 for stride in array.strides)
     return torch.from_numpy(array if plain else np.array(array, array.dtype.newbyteorder("="), order="C"))

@@ -211,10 +211,9 @@ class UpdateTracker:
         return True
 
     def _align_exactly(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
-        """Compute cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous
-        one.
+        """Compute cosines per layer and as a whole, to the mean of the *other* updates and the client's previous one.
 
-        Small ones as one matrix, since for a small model a call costs more than its computation.
+        Small updates are combined into one matrix, since for a small model a call costs more than its computation.
         """
         whole = as_matrix(vectors)
         is_long = vectors[0].is_cpu and vectors[0].numel() >= _LONG

@@ -57,20 +57,20 @@ class View:
         self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]
         self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
-        self.snapshot: ParameterSnapshot | None = None  # of the parameters, as the scope began
+        self.snapshot: ParameterSnapshot | None = None  # of the parameters, when the scope began
         self.round, self.node, self.step = round_index, node, 0
         self.data, self.loss = data, loss
-        self.last_input: Tensor | None = None  # of the last training batch, where a probe needs it and `data` is absent
+        self.last_input: Tensor | None = None  # of the last training batch, if a probe needs it and `data` is absent
         self._buffers: list[tuple[str, Tensor]] | None = None
 
     @property
     def before(self) -> Tensor | None:
-        """All parameters in one vector, from when the client's scope opened; None if they were not kept."""
+        """All parameters in one vector, as of the opening of the client's scope; None if they were not kept."""
         return None if self.snapshot is None else self.snapshot.vector
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """The gradients for the next optimiser step; None where a parameter has none or is another optimiser's."""
+        """The gradients for the next optimiser step; None if a parameter has none or belongs to another optimiser."""
         return [None if p is None else p.grad for p in self.owned]
 
     @property
@@ -86,8 +86,8 @@ def trained_parameters(
 ) -> list[tuple[str, Tensor]]:
     """Return the named parameters that train, here or `elsewhere` in the federation; all of them if none does.
 
-    In fine-tuning with adapters nearly all parameters are frozen: they neither train nor travel, and measuring them
-    would cost more than the training. One that only this client froze is still exchanged, and stays. A model in which
+    In fine-tuning with adapters nearly all parameters are frozen: they are neither trained nor sent, and measuring them
+    would cost more than the training. One frozen by this client only is still exchanged, and included. A model in which
     nothing trains is a container, such as a global model that is only averaged into.
     """
     training = [(name, p) for name, p in parameters if p.requires_grad or name in elsewhere]
@@ -109,14 +109,14 @@ class FlatTensors(list[Tensor]):
 
 
 def flatten(tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
-    """Return copies of all tensors in one vector: float64 if any of them is, else float32. Of sharded ones, the shards
-    of this process.
+    """Return copies of all tensors in one vector: float64 if any of them is, else float32.
 
-    `room`: a vector that may be overwritten, and is returned if it has the right length, type and device.
+    For sharded ones, the shards of this process. `room`: a vector that may be overwritten, and is returned if it has
+    the right length, type and device.
     """
     if not tensors:
         return torch.zeros(0)
-    whole = getattr(tensors, "vector", None)  # a `FlatTensors`, or the like of a host's
+    whole = getattr(tensors, "vector", None)  # a `FlatTensors`, or a similar type of a host
     if isinstance(whole, Tensor):
         return whole
     tensors = shards_of(tensors)
@@ -131,11 +131,10 @@ def flatten(tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the block; every module's mode and torch's random streams are
-    restored.
+    """Put the model into evaluation mode inside the block; restores every module's mode and torch's random streams.
 
     Raises UnsuitedError for a model whose parameters are sharded: its processes exchange them in each pass, and one of
-    ours would hang where another process does not make it.
+    ours would hang if another process does not make it.
     """
     if is_sharded([parameter for _, parameter in parameters_of(model)]):
         raise UnsuitedError("Nothing is measured by passes of our own: the model is sharded over several processes.")
@@ -162,7 +161,7 @@ def evaluation_without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def catch_last_input(view: View, report: Callable[[Exception, str], None]) -> Any:
-    """Keep the input of the last training batch, for probes that need samples and were given no data."""
+    """Keep the input of the last training batch, for probes that need samples but have no data."""
 
     def catch(module: Any, inputs: tuple[Any, ...]) -> None:
         if module.training and inputs and isinstance(inputs[0], Tensor):

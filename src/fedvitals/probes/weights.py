@@ -85,7 +85,7 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     for i, (name, parameter) in enumerate(matrices):
         gain = float(rms[i]) * math.prod(parameter.shape[1:]) ** 0.5
         if not rows[i, COUNT]:
-            continue  # of a sharded one, nothing is here
+            continue  # for a sharded one, no values are here
         if rows[i, NANS] or rows[i, INFS]:
             remarks.append((name, f"{int(rows[i, NANS] + rows[i, INFS])} values are NaN or Inf"))
         elif name in meant:
@@ -101,9 +101,9 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
 def starts_at_zero(model: nn.Module) -> list[str]:
     """Return the trained matrices that start at exactly 0, as adapters, residual branches and heads do on purpose.
 
-    Next to weights that are not 0, such a matrix gets a gradient from its first or second step on. If more than half of
-    a model's matrices are 0, the signal cannot pass: that is a bad start, and none of them is returned. If it is not
-    known what is trained (a model known only by its arrays, which may all be adapters), all are returned.
+    Next to nonzero weights, such a matrix gets a gradient from its first or second step on. If more than half of a
+    model's matrices are 0, the signal cannot pass: that is a bad start, and none of them is returned. If it is unknown
+    what trains (a model known only by its arrays, which may all be adapters), all are returned.
     """
     matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1 and p.numel() > 1]
     zero = {name for name, p in matrices if not local(p.detach()).any()}
@@ -125,11 +125,11 @@ def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_gain(model: nn.Module) -> set[str]:
-    """Return parameters whose gain has no meaning: embeddings, arrays of a module that is not a convolution, and what
-    recurrent cells multiply their inputs by.
+    """Return parameters whose gain has no meaning.
 
-    The shape of a position embedding [1, positions, width] or of a stack of experts does not show its fan-in. torch
-    scales all weights of a recurrent cell by its hidden size, so that those of few inputs are small by design.
+    These are embeddings, arrays of a module that is not a convolution, and input weights of recurrent cells. The shape
+    of a position embedding [1, positions, width] or of a stack of experts does not show its fan-in. torch scales all
+    weights of a recurrent cell by its hidden size, so that those of few inputs are small by design.
     """
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     without = set()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small HTTP server for whoever may ask: few requests at a time, little patience, and no word in the user's log.
+"""A small HTTP server for public clients: few requests at a time, short deadlines, and no lines in the user's log.
 
     server = HttpServer("127.0.0.1", 4318, None, answer, refuse, name="fedvitals-otlp")
 
-Strangers can reach it. Who it is stands in the headers, and is looked at before a body is read. From the moment that it
-is accepted a connection has a deadline, at which its socket is shut down, whatever it drips until then. When all places
-are taken, a newcomer gets that of the oldest which has not shown its token (where there is none, its whole request):
-silence keeps nobody out.
+It can be reached by strangers. The sender is identified by the headers, before a body is read. A connection has a
+deadline from the moment it is accepted, at which its socket is shut down however slowly it sends. When all places are
+taken, a new connection gets that of the oldest one that has not shown its token (or, without tokens, its whole
+request), so that idle connections keep nobody out.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger("fedvitals.telemetry")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of this machine that other machines cannot reach
 AT_ONCE = 16  # requests
-HEAD_SECONDS, BODY_SECONDS, READ_SECONDS = 5.0, 30.0, 5.0  # from accept to admitted; for a body; for one read
+HEAD_SECONDS, BODY_SECONDS, READ_SECONDS = 5.0, 30.0, 5.0  # from accept to admission; for a body; for one read
 LEFT_BYTES, LEFT_SECONDS = (
     8 << 20,
     1.0,
-)  # of a body that is refused: read and forgotten, so that the answer gets through
-SWEEP_SECONDS = 0.1  # between two looks at the deadlines
+)  # of a rejected body: read and discarded, so that the answer gets through
+SWEEP_SECONDS = 0.1  # between two checks of the deadlines
 
 
-class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
-    """Why a request is not taken, and the status to say it with."""
+class Refused(Exception):  # noqa: N818 - an answer rather than an error of ours
+    """The reason why a request is rejected, and its HTTP status."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -49,18 +49,18 @@ class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked for."""
+    """A request of a client."""
 
     method: str
     path: str
     headers: email.message.Message
     body: bytes = b""
-    sender: str | None = None  # whose token it came with, where the server tells tokens apart
+    sender: str | None = None  # whose token it came with, if the server distinguishes tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is sent back."""
+    """The answer to a request."""
 
     status: int
     body: bytes
@@ -72,12 +72,12 @@ Token = str | Callable[[str], str | None] | None
 
 
 class HttpServer:
-    """Serves what `answer` gives, on threads of its own, until closed; OSError when the port is taken.
+    """Serves the result of `answer`, on threads of its own, until closed; OSError if the port is taken.
 
-    `answer` may raise Refused; `refuse` puts that into words. `body`: bytes of a request that are read, 0 for none.
-    `token`: the one that everybody needs, or a function that returns whose token it is given (None: nobody's).
-    Without any, only requests to this machine by its own name are served, as a page in a browser can send to it under
-    another; such a server belongs on `host` LOOPBACK.
+    `answer` may raise Refused; `refuse` turns that into a response. `body`: bytes read of a request, 0 for none.
+    `token`: the one that all requests need, or a function that returns the owner of a token (None if it has none).
+    Without a token, only requests addressed to this machine by its own name are served, since a page in a browser can
+    send to it under another; such a server belongs on a `host` of LOOPBACK.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more; what is being answered is answered. A second call does nothing."""
+        """Accept no more requests; those in progress are completed. A second call does nothing."""
         self._server.shutdown()
         self._server.server_close()
         self._server.cut(math.inf)
@@ -109,7 +109,7 @@ class HttpServer:
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """A connection that is served: until when it may take, and whether it has shown that it may stay."""
+    """A connection that is being served: its deadline, and whether it has been admitted."""
 
     socket: socket.socket
     until: float
@@ -135,17 +135,17 @@ class _Server(http.server.ThreadingHTTPServer):
         self.token, self.answer, self.refuse, self.body, self._most = token, answer, refuse, body, at_once
         self._lock = threading.Lock()
         self.places: dict[socket.socket, _Connection] = {}  # oldest first
-        self._spare = threading.BoundedSemaphore(4 * at_once)  # those whose place was taken need a moment to end
+        self._spare = threading.BoundedSemaphore(4 * at_once)  # connections whose place was taken need a moment to end
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """As `socketserver` does it: `http.server` asks the name service for a name, which may take seconds."""
+        """Bind as `socketserver` does: `http.server` would look up the host's name, which may take seconds."""
         super(http.server.HTTPServer, self).server_bind()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._enter(request):
-            self.shutdown_request(request)  # the sender tries again
+            self.shutdown_request(request)  # the sender will try again
             return
         try:
             super().process_request(request, client_address)
@@ -160,15 +160,15 @@ class _Server(http.server.ThreadingHTTPServer):
             self._leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the signature is not ours
-        """One that hangs up is no news."""
+        """Ignore connections that hang up."""
         logger.debug("A request over HTTP broke off.")
 
     def service_actions(self) -> None:
-        """Between two requests, and ten times a second."""
+        """Check deadlines, between two requests and ten times a second."""
         self.cut(time.monotonic())
 
     def cut(self, now: float) -> None:
-        """Shut what is past its deadline; whoever reads or writes there ends at once."""
+        """Shut down connections past their deadline, which ends any read or write on them at once."""
         with self._lock:
             late = [place for place in self.places.values() if place.until < now]
         for place in late:
@@ -220,7 +220,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = do_GET  # noqa: N815 - the names are not ours
 
     def _sender(self) -> str | None:
-        """Return whose token the request came with, where that is known; Refused without a token that holds."""
+        """Return the owner of the request's token, if known; Refused without a valid token."""
         token = self.server.token
         if token is None:
             name = re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]").lower()
@@ -269,7 +269,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(answer.body)
 
     def _forget_body(self) -> None:
-        """Else what was sent and not read would cut the connection off, and our answer with it."""
+        """Discard the rest of the body: unread data would reset the connection, and lose our answer."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(LEFT_SECONDS)
@@ -281,7 +281,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 left -= len(piece)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's word
-        """Nothing: a line for each request would fill the user's log."""
+        """Do nothing: a line for each request would fill the user's log."""
 
 
 def _shut(connection: socket.socket) -> None:
@@ -293,7 +293,7 @@ _OPEN: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """A socket that a forked child (a data loader's worker) holds open would keep the port taken after our end."""
+    """Close sockets in a forked child (a data loader's worker), which would keep the port taken after we close it."""
     for server in list(_OPEN):
         for closing in (server.socket, *list(server.places)):
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines that know where in the federation they were written: as events in the store, and on the screen.
+"""Log lines with their position in the federation: as events in the store, and on the screen.
 
-The user goes on using `logging`; what is written inside a round or a client is bound to it.
+The user keeps using `logging`; what is written inside a round or a client is assigned to it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fedvitals.scope import Scope, current
 
 MESSAGE_BYTES = 4096
 TRACEBACK_BYTES = 16_384
-NARRATING = ("flwr", "nvflare")  # frameworks' own accounts of their rounds, which we give better
+NARRATING = ("flwr", "nvflare")  # frameworks that log their own account of rounds, which we report better
 OURS = "fedvitals"  # loggers whose lines never become events, and the name of the handler that `configure` installs
 
-# What every log record has; the rest came in through `extra`.
+# Attributes of every log record; the others came in through `extra`.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-RESERVED = frozenset({"logger", "file", "exception", "exception_message", "traceback", "quotes"})  # ours, of each line
+RESERVED = frozenset({"logger", "file", "exception", "exception_message", "traceback", "quotes"})  # our fields
 TRACEBACK = "Traceback (most recent call last)"
 LEVELS = (
     (logging.CRITICAL, "critical"),
@@ -37,12 +37,12 @@ LEVELS = (
 
 
 def level_name(number: int) -> str:
-    """«debug», «info», «warning», «error» or «critical»; a level between two counts as the lower."""
+    """Return «debug», «info», «warning», «error» or «critical»; a level in between counts as the lower one."""
     return next((name for bound, name in LEVELS if number >= bound), "debug")
 
 
 def bounded(text: str, limit: int = MESSAGE_BYTES) -> str:
-    """The text within a number of bytes, fit for UTF-8: lone surrogates, which no store takes, are written out."""
+    """Return the text within a number of bytes, valid in UTF-8: lone surrogates, which no store takes, are escaped."""
     encoded = text.encode("utf-8", "backslashreplace")
     if len(encoded) <= limit:
         return encoded.decode()
@@ -51,10 +51,10 @@ def bounded(text: str, limit: int = MESSAGE_BYTES) -> str:
 
 
 class EventHandler(logging.Handler):
-    """Hands each log record that is made inside a scope to `emit`, as an Event named «log».
+    """Passes each log record made inside a scope to `emit`, as an Event named «log».
 
-    A thread of the user's own sees no scope; `fallback` then says where the federation stands. With `run`, scopes of
-    other runs are left alone, so that two monitors in one process do not take each other's lines.
+    A thread of the user's own has no scope; `fallback` then returns the federation's current one. With `run`, scopes of
+    other runs are ignored, so that two monitors in one process do not take each other's lines.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EventHandler(logging.Handler):
         self._busy = threading.local()
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """As in `logging`, but without a lock: nothing here is shared, and a log line must not wait for another."""
+        """Handle a record as in `logging`, but without a lock: no state is shared, and log lines must not wait."""
         if not self.filter(record):
             return False
         self.emit(record)
@@ -80,7 +80,7 @@ class EventHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         _speak_if_nobody_does(record, self)
-        # Whatever takes the event may log, too: that line would come back here for ever.
+        # Whatever receives the event may log too, which would recurse here forever.
         if _is_ours(record) or _narrates(record) or getattr(self._busy, "now", False):
             return
         self._busy.now = True
@@ -101,8 +101,8 @@ def _narrates(record: logging.LogRecord) -> bool:
 def _speak_if_nobody_does(record: logging.LogRecord, handler: EventHandler) -> None:
     """Print a warning that Python would have printed without us.
 
-    Where no handler is set up, `logging` prints warnings by its last resort. With ours on the root logger it finds one,
-    and would fall silent: a change to the user's program.
+    If no handler is set up, `logging` prints warnings by its last resort. With our handler on the root logger it would
+    no longer do so, which would change the user's program.
     """
     last = logging.lastResort
     if last is None or record.levelno < last.level:
@@ -113,12 +113,12 @@ def _speak_if_nobody_does(record: logging.LogRecord, handler: EventHandler) -> N
             return
         logger = logger.parent if logger.propagate else None
     ours = [other for other in logging.getLogger().handlers if isinstance(other, EventHandler)]
-    if not ours or ours[0] is handler:  # of several monitors, one speaks
+    if not ours or ours[0] is handler:  # with several monitors, one prints it
         last.handle(record)
 
 
 def event_of(record: logging.LogRecord, scope: Scope) -> Event:
-    """The log record as an Event at the scope's coordinates; what of it may be told is for `privacy` to say."""
+    """Return the log record as an Event at the scope's coordinates; `privacy` decides how much of it may leave."""
     return Event(
         Where(scope.run, scope.round, scope.node, group=scope.group),
         record.created,
@@ -136,7 +136,7 @@ def event_of(record: logging.LogRecord, scope: Scope) -> Event:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: at, level, logger, file, message, run, round, node, and what came in through `extra`."""
+    """One JSON object per line: at, level, logger, file, message, run, round, node, and the fields from `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         scope = current.get()
@@ -177,9 +177,9 @@ def configure(
     level: int | str = "INFO",
     stream: TextIO | None = None,
 ) -> logging.Handler:
-    """The one handler on the root logger that shows lines with their place, for programs without logging of their own.
+    """Return the single handler on the root logger that shows lines with their position.
 
-    Called again, it changes that handler instead of adding another.
+    For programs without logging of their own. Called again, it changes that handler instead of adding another.
     """
     name = level.upper() if isinstance(level, str) else level
     known = logging.getLevelNamesMapping()
@@ -216,7 +216,7 @@ def _text(value: Any) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields given as `extra` that JSON can hold, as they are now: the user may change a list later."""
+    """Return the `extra` fields that JSON can hold, as they are now, since the user may change a list later."""
     fields = {}
     for name, value in vars(record).items():
         if name in STANDARD:

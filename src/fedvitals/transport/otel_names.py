@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fedvitals calls things in OpenTelemetry: attributes, units, severities. One table, for both directions.
+"""The names of fedvitals in OpenTelemetry: attributes, units, severities. One table, for both directions.
 
-Names follow the semantic conventions: `service.*` and `error.type` as they are defined there, everything of our own in
+Names follow the semantic conventions: `service.*` and `error.type` as defined there, and all our own in the namespace
 the namespace `fedvitals.*`. The table is in docs/opentelemetry.md.
 """
 
@@ -22,11 +22,11 @@ ROUND, NODE, STEP = "fedvitals.round", "fedvitals.node", "fedvitals.step"
 LAYER, GROUP = "fedvitals.layer", "fedvitals.group"
 PLACES = {"round": ROUND, "node": NODE, "step": STEP, "layer": LAYER, "group": GROUP}  # field of Where → attribute
 SOURCE, SEQUENCE = "fedvitals.source", "fedvitals.sequence"  # a record's identity: delivered twice, stored once
-PART = "fedvitals.part"  # true on a span that is one part of its parent's time, which names it, too
-OWN = "fedvitals.span."  # before what a Span of ours holds in `attributes`
-DATA = "fedvitals.data."  # before what an Event of ours holds in `data`
-METRIC = "fedvitals."  # before the name of a metric
-FINDING = "finding."  # before the issue, in the event name of a finding
+PART = "fedvitals.part"  # true on a span that is one part of its parent's time and has the part's name
+OWN = "fedvitals.span."  # prefix of what our Spans hold in `attributes`
+DATA = "fedvitals.data."  # prefix of what our Events hold in `data`
+METRIC = "fedvitals."  # prefix of metric names
+FINDING = "finding."  # prefix of the issue, in the event name of a finding
 
 SEVERITIES = {"debug": 5, "info": 9, "warning": 13, "error": 17, "critical": 21}  # as OTLP numbers them
 FINDING_LEVELS = {"note": "info", "warning": "warning", "critical": "error"}
@@ -35,13 +35,13 @@ _UNITS = {"seconds": "s", "s": "s", "bytes": "By", "1": "1", "share": "1", "0/1"
 
 
 def level_of_severity(number: int) -> str:
-    """«debug» … «critical», from OTLP's 1 to 24; one that is not told counts as «info»."""
+    """Return «debug» … «critical» for OTLP's 1 to 24; a missing one counts as «info»."""
     levels = [level for level, least in SEVERITIES.items() if number >= least]
     return levels[-1] if levels else "info" if number <= 0 else "debug"
 
 
 def unit_of(name: str) -> str:
-    """A metric's unit as UCUM writes it: s, By, 1, {sample}, {sample}/s; nothing for a user's own."""
+    """Return a metric's unit in UCUM: s, By, 1, {sample}, {sample}/s; empty for a user's own metric."""
     measure = CATALOG.get(name)
     return "" if measure is None else "/".join(_unit(word) for word in _split(measure.unit))
 
@@ -51,19 +51,19 @@ def _split(unit: str) -> list[str]:
 
 
 def _unit(word: str) -> str:
-    # What is counted is no unit: it stands in braces, in the singular, as the conventions ask.
+    # A counted thing is not a unit: by the conventions it is in braces, in the singular.
     return _UNITS.get(word) or "{" + re.sub(r"[^a-z_]+", "_", word.lower().removesuffix("s")) + "}"
 
 
 def places(where: Where, *names: str) -> dict[str, Any]:
-    """The coordinates as attributes, without those that are «the whole»; only the named ones where some are."""
+    """Return the coordinates as attributes, without those that are «the whole»; only the named ones, if any are."""
     places_by_field = {field: getattr(where, field) for field in names or PLACES}
     return {PLACES[field]: value for field, value in places_by_field.items() if value is not None}
 
 
 @functools.cache
 def message(module: str, name: str) -> Any:
-    """A message class of OTLP, from the package that the OpenTelemetry project makes from its definition."""
+    """Return a message class of OTLP, from the package that the OpenTelemetry project generates from its definition."""
     try:
         return getattr(importlib.import_module(f"opentelemetry.proto.{module}_pb2"), name)
     except ImportError as error:

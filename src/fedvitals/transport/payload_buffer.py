@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers a worker process's records until they are encoded and sent to the parent process.
 
-A payload that would be larger than it may be is thinned, as a queue is (`transport.thinning`): details are left out,
-one kind after the other, until it fits. The kinds are the families of layer statistics, those of whole rounds and those
-of single steps apart; sketches; and numbers that were measured at several steps. The kind with the most values goes
-first, and a layer table goes with the last statistics that it describes. The event `worker.thinned` says what was left
-out; it is no loss.
+A payload above its maximum size is thinned, like a queue (`transport.thinning`): details are left out, one kind after
+the other, until it fits. The kinds are the families of layer statistics, with those of whole rounds separate from those
+of single steps; sketches; and numbers measured at several steps. The kind with the most values goes first, and a layer
+table goes with the last statistics that it describes. The event `worker.thinned` says what was left out; that does not
+count as a loss.
 
-What does not fit then is lost, and told by `worker.lost`: the older half of metrics, spans and remarks, again and
-again; findings, warnings and errors last.
+If it still does not fit, records are lost and reported by `worker.lost`: repeatedly the older half of metrics, spans
+and remarks; findings, warnings and errors last.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.sender_limits import MESSAGE
 from fedvitals.transport.wire.payload import LIMITS, encode
 
-LOST = "worker.lost"  # the event that tells of telemetry which did not come home
-THINNED = "worker.thinned"  # the event that tells of details which were left out of a payload, in the order above
-SKETCHES, STEPS = "sketches", "single steps"  # what it calls these; layer statistics are called by their family
+LOST = "worker.lost"  # the event that reports telemetry lost in a worker
+THINNED = "worker.thinned"  # the event that reports details left out of a payload, in the order above
+SKETCHES, STEPS = "sketches", "single steps"  # its names for these; layer statistics are named by their family
 KINDS = (*(f"{family}{of}" for family in FAMILIES for of in ("", f" of {STEPS}")), SKETCHES, STEPS)
-ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
+ROOM = LIMITS.records // 2  # limit on waiting records, since they may never be taken
 
 
 class PayloadBuffer:
-    """Takes records as a `SinkWriter` does; `take` returns them as one payload.
+    """Accepts records like a `SinkWriter`; `take` returns them as one payload.
 
-    Everything in a worker is a client's, so the privacy level is applied to all of it, whichever node it names.
+    Everything in a worker belongs to a client, so the privacy level applies to all of it, whichever node it names.
     """
 
     def __init__(self, policy: PrivacyPolicy, known: Iterable[str] = ()) -> None:
         self.source = f"worker-{os.getpid()}-{os.urandom(4).hex()}"
-        self.known = set(known)  # layer tables that need not be sent
+        self.known = set(known)  # layer tables that need not be sent again
         self._policy = self._chosen_policy = policy
         self._lock = threading.RLock()
         self._records: list[Telemetry] = []
-        self._count = 0  # records that these are
+        self._count = 0  # the number of records these represent
         self._run: Run | None = None
         self._sequence = 0
         self._untold = 0
-        self._thinned: dict[str, list[Record]] = {}  # left out of the payload that is being made, by kind
+        self._thinned: dict[str, list[Record]] = {}  # left out of the payload being made, by kind
         self.lost = 0
 
     def emit(self, record: Emitted, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
@@ -83,7 +83,7 @@ class PayloadBuffer:
         self._policy = replace(self._policy, level=min(self._policy.level, level))
 
     def emit_all(self, records: Sequence[Record], *, stray: bool = False) -> None:
-        """The same for several records at once."""
+        """Buffer several records."""
         for record in records:
             self.emit(record, stray=stray)
 
@@ -92,12 +92,12 @@ class PayloadBuffer:
         return True
 
     def close(self, timeout: float = 0.0) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is held open."""
 
     def take(self, most: int | None = None) -> bytes:
-        """Return everything since the last call as one payload, with the layer tables not sent before; b"" for nothing.
+        """Return everything since the last call as one payload, with the layer tables not sent before; b"" if empty.
 
-        `most`: bytes, if less than a payload may ever have.
+        `most`: maximum bytes, if less than the general limit of a payload.
         """
         with self._lock:
             records, self._records, self._count = self._records, [], 0
@@ -113,7 +113,7 @@ class PayloadBuffer:
         return () if self._run is None else tuple(t for t in self._run.tables if t.digest not in self.known)
 
     def _fitting(self, telemetry: list[Telemetry], most: int | None) -> bytes:
-        """Return as many as one payload may hold, encoded; what is left out first is stated at the top."""
+        """Return the records that fit into one payload, encoded; the order of leaving out is stated at the top."""
         with contextlib.suppress(RecordError):
             return self._encoded(telemetry, most)
         records = single_records(telemetry)
@@ -133,7 +133,10 @@ class PayloadBuffer:
         return self._encoded([], None)
 
     def _encoded(self, records: Sequence[Telemetry], most: int | None) -> bytes:
-        """With what was left out told at the end. Sequences are spent only on what is sent."""
+        """Return the encoded records, with a report of what was left out.
+
+        Sequence numbers are only used for sent records.
+        """
         sent = [*records]
         if self._run is not None and (self._untold or self._thinned):
             rounds = [number for number in map(round_of, records) if number is not None]
@@ -144,7 +147,7 @@ class PayloadBuffer:
                 text = f"{self._untold} records of a worker found no room."
                 sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
         numbers = itertools.accumulate(map(record_count, sent), initial=self._sequence)
-        limits = LIMITS if most is None else MESSAGE  # where bytes are counted, the other side takes us for a sender
+        limits = LIMITS if most is None else MESSAGE  # with a byte limit, the receiver treats us as a sender
         payload = encode([stamped(record, self.source, i) for record, i in zip(sent, numbers, strict=False)], limits)
         if most is not None and len(payload) > most:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
@@ -159,7 +162,7 @@ class PayloadBuffer:
 
 
 def _details(records: Sequence[Record]) -> list[tuple[str, set[int]]]:
-    """Return the kinds of details among these records with their places, in the order in which they are left out."""
+    """Return the kinds of details among these records with their positions, in the order in which they are left out."""
     often = Counter(_series(record) for record in records)
     places: dict[str, set[int]] = {}
     values: Counter[str] = Counter()
@@ -169,7 +172,7 @@ def _details(records: Sequence[Record]) -> list[tuple[str, set[int]]]:
             kind, size = record.family if series is None else f"{record.family} of {STEPS}", record.matrix.size
         elif isinstance(record, Sketch):
             kind, size = SKETCHES, len(record.values)
-        elif series is not None and often[series] > 1:  # else it is one number of its round, with the step it is from
+        elif series is not None and often[series] > 1:  # else a single number of its round, with its step
             kind, size = STEPS, 1
         else:
             continue
@@ -179,7 +182,7 @@ def _details(records: Sequence[Record]) -> list[tuple[str, set[int]]]:
 
 
 def _series(record: Record) -> tuple[str, str | None, str | None] | None:
-    """Return which series over a training's steps a record belongs to, if any."""
+    """Return the series over a training's steps that a record belongs to, if any."""
     if isinstance(record, Run) or is_important(record) or record.where.step is None:
         return None
     name = record.name if isinstance(record, Metric | Span | Event) else ""
@@ -200,7 +203,7 @@ def _with_used_tables(records: list[Record]) -> list[Record]:
 
 
 def _thinning_event(place: Where, left_out: Mapping[str, Sequence[Record]]) -> Event:
-    """Say how many details of which kinds were left out, and of how many client-rounds."""
+    """Return the event that says how many details of which kinds were left out, and of how many client-rounds."""
     records = [record for own in left_out.values() for record in own if not isinstance(record, Run)]
     client_rounds = len({(record.where.round, record.where.node) for record in records})
     data = {"records": len(records), "client_rounds": client_rounds, "left_out": [*left_out]}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on the records of a payload before they enter a run: whether they can be what they say they are.
+"""Checks on the records of a payload before they enter a run: whether they are plausible.
 
-How many of them one sender may bring is counted in `sender_limits`.
+`sender_limits` counts how many of them one sender may deliver.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from fedvitals.transport.sender import OF_CLIENTS, quoted
 from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, LeftOut, name_of
 from fedvitals.transport.sink_writer import SOURCE
 
-OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # what a worker process of our own may send
+OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # kinds that one of our own worker processes may send
 
-# What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
-# into 64 bits and into a float without rounding.
+# Limits of a layer table: far more than any model has, and small enough that a sum or product of sizes fits into
+# 64 bits and into a float without rounding.
 ROW_KINDS = ("parameter", "buffer", "module", "model", CLASS_ROWS)
 LAYERS, DIMENSIONS = 100_000, 64
-DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, a store with each layer
+DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, but a store holds it with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
-COUNTING = frozenset((  # units of what is counted or timed, and is never NaN or infinite
+COUNTING = frozenset((  # units of counts and times, which are never NaN or infinite
     "samples", "steps", "values", "clients", "seconds", "rounds", "bytes", "bytes/s", "samples/s", "tokens",
     "tokens/s", "percent",
 ))  # fmt: skip
 LARGEST_COUNT = 2.0**60
-LARGEST_SCALE = 1e6  # α/r of an adapter: by a much larger one of one client, no adapter of the run could be measured
-LONGEST_SECONDS = 366.0 * 86_400  # of anything that a client times
+LARGEST_SCALE = 1e6  # α/r of an adapter: a much larger one from one client would make the run's adapters unmeasurable
+LONGEST_SECONDS = 366.0 * 86_400  # maximum of any time that a client reports
 
-# What probes measure once in a training. Memory and machines are sampled, and the rest users may log.
+# What probes measure once in a training. Memory and machines are sampled, and users may log the rest.
 MEASURED_ONCE = (
     "adapter.", "batch.", "gradient.", "nonlinearity.", "optimizer.", "perplexity.", "scale.", "steps", "time.client",
     "time.step", "tokens", "train.", "update.", "weight.",
 )  # fmt: skip
 
-# Processes whose deliveries are remembered, of our own workers and of a sender; and gaps in the numbers of such a one.
+# Processes whose deliveries are remembered, of our own workers and per sender; and sequence gaps of a sender.
 SOURCES, SOURCES_OF_SENDER, GAPS_OF_SENDER = 10_000, 100, 1_000
 
 
 def tables_of_payload(records: Sequence[Telemetry], run: str, known: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
-    """Return the layer tables that a payload brings, by digest.
+    """Return the layer tables that a payload contains, by digest.
 
     Raises a RecordError unless all records are of this run, of kinds that a worker may send, and about layers that are
-    known or come with them.
+    known or included.
     """
     tables: dict[str, LayerTable] = {}
     for record in records:
@@ -99,14 +99,14 @@ def _check_described(
 
 
 def check_table(table: LayerTable) -> None:
-    """Raise a RecordError unless this could be the layer table of a model: its kind, number of layers and shapes."""
+    """Raise a RecordError unless this can be the layer table of a model: its kind, number of layers and shapes."""
     if (fault := fault_of_table(table)) is not None:
         name, why = fault
         raise RecordError(f"The layer {quoted(name)} {why}." if name else f"A layer table {why}.")
 
 
 def fault_of_table(table: LayerTable) -> tuple[str, str] | None:
-    """Return why this cannot be the layer table of a model, behind the name of the layer (or "") that it is about."""
+    """Return why this cannot be the layer table of a model, preceded by the name of the layer concerned (or "")."""
     if table.rows not in ROW_KINDS:
         return "", f"has rows of the kind {quoted(table.rows)}. Known: {', '.join(ROW_KINDS)}"
     if len(table.layers) > LAYERS:
@@ -131,15 +131,15 @@ MALFORMED = "that no client measures"
 IMPOSSIBLE_TABLE = "with layers that no model has"
 UNDESCRIBED = "of layers that no layer table describes"
 BROKEN_RULES = (TOLD_TWICE, IMPOSSIBLE, MALFORMED, IMPOSSIBLE_TABLE, UNDESCRIBED)
-"""Reasons for leaving out records that are no limit on an amount."""
+"""Reasons for leaving out records other than a limit on their amount."""
 
 
 def described_records(
     records: Sequence[Record], known: Mapping[str, LayerTable], left_out: LeftOut
 ) -> tuple[list[Record], dict[str, LayerTable]]:
-    """Return a sender's records, and the layer tables that they bring, by digest.
+    """Return a sender's records, and the layer tables that they contain, by digest.
 
-    Tables that no model has, and statistics of layers that no table describes, are added to `left_out` instead.
+    Impossible tables, and statistics of layers that no table describes, are added to `left_out` instead.
     """
     kept: list[Record] = []
     tables: dict[str, LayerTable] = {}
@@ -160,7 +160,7 @@ def described_records(
 
 
 def is_possible(record: Record) -> bool:
-    """Whether a metric can be so: a number of bytes or samples is finite and fits into 64 bits, a time is no year."""
+    """Return whether a metric is possible: bytes and samples are finite and fit into 64 bits, no time is a year."""
     if isinstance(record, Metric) and record.name == "adapter.scale":
         return abs(record.value) <= LARGEST_SCALE
     measure = CATALOG.get(record.name) if isinstance(record, Metric) else None
@@ -170,10 +170,10 @@ def is_possible(record: Record) -> bool:
 
 
 def of_one_training(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """Return the records without what one training cannot have brought: one message is one training.
+    """Return the records without those that one training cannot produce, since one message is one training.
 
-    That is all but the last Span of a client's training, and each value but the first of a number that is measured once
-    (of a layer, at a step). These are added to `left_out`. What users log may come often.
+    Left out are all but the last Span of a client's training, and all but the first value of a number that is measured
+    once (per layer and step). These are added to `left_out`. What users log may occur often.
     """
     trained = [i for i, record in enumerate(records) if isinstance(record, Span) and record.name == CLIENT]
     surplus = set(trained[:-1])
@@ -190,16 +190,16 @@ def of_one_training(records: Sequence[Record], left_out: LeftOut) -> list[Record
 
 
 def is_claim(record: Record) -> bool:
-    """Whether the server measures the same of a client's update, if it holds that."""
+    """Return whether the server measures the same of a client's update if it holds that."""
     return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
 
 
 def check_no_claim(record: Record) -> None:
-    """Raise a RecordError for what a client says of its update or of layers: only a payload of its round tells that."""
+    """Raise a RecordError for a client's claim about its update or layers, which only its round's payload may make."""
     if is_claim(record) or isinstance(record, LayerStats):
         raise RecordError("A client tells of its update and its layers in the payload of its round alone.")
 
 
 def is_empty(record: Telemetry) -> bool:
-    """Whether it is statistics of no layer at all, which say nothing and which no store could give back."""
+    """Return whether it is statistics of no layer at all, which hold no information and which no store could return."""
     return isinstance(record, LayerStats) and not len(record.matrix)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate: what may leave a client. `released` is asked once, where a record leaves a client's scope.
+"""The privacy gate: what may leave a client. `released` is called once, where a record leaves a client's scope.
 
 | level | may leave a client |
 | --- | --- |
@@ -9,7 +9,7 @@
 | 3 | also statistics of layers, histograms, sketches, labels; a client's words; tracebacks by a switch of their own |
 | 4 | also tensors on the tape |
 
-Which level a metric or family needs stands in `catalog`. In doubt a record counts as a client's.
+`catalog` says which level a metric or family needs. In doubt a record counts as a client's.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from fedvitals.stats import (
     ZEROS,
 )
 
-LEAST_CLIENTS = 10  # whose sum may be told from level 1 on
+LEAST_CLIENTS = 10  # the fewest clients whose sum may be reported from level 1 on
 SUMS, SCALARS, WORDS = 1, 2, 3  # levels
 SERVER = (None, "server")
-TRUSTED_HOSTS = ("torch", "lab")  # everything in one process, its own; any other host is a deployment
+TRUSTED_HOSTS = ("torch", "lab")  # everything runs in one process of the user; any other host is a deployment
 
-# Columns of a family that add up. The rest, a smallest or a largest value, is one client's own: no sum may hide it.
+# Columns of a family that add up. The others, a smallest or largest value, belong to one client, and no sum hides them.
 ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     STATISTICS: (COUNT, SUM, SUM_SQUARES, SUM_MAGNITUDES, ZEROS, NANS, INFS),
     STEP_COLUMNS: (0, 1),
@@ -63,7 +63,7 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
 }
 
 DATA_SCALARS = ("mean", "std", "std_error", "missing", "constant", "duplicates", "length")
-# What is left of an event without its words. Nobody but us can write these keys: see `logs` and `timing`.
+# The fields of an event that remain without its words. Only our own code can write these keys: see `logs`, `timing`.
 LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),
     "exception": ("block", "error", "trace", "span"),
@@ -73,17 +73,17 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception", "errno"),
     "round.failed": ("exception", "errno"),
-    # Without means by class and single values, which are level 3, and checksums, by which data could be recognised.
-    # What changed since the client last looked, it has found out by itself.
+    # Without class means and single values, which are level 3, and checksums, which could identify the data.
+    # What changed since the last description is determined by the client itself.
     "data": ("samples", "features", "looks", "change", "moved", "classes_lost", *DATA_SCALARS),
 }
-# Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
+# Times and counts, and nothing of a client's own, since `timed` does not let users set these keys.
 LEFT_OF_SPANS = (
     "error", "failed", "parts", "folded", "clock", "steps", "clock_offset", "clock_error", "waited_for", "late", "lost",
     "deadline",
 )  # fmt: skip
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
-OUR_WORDS = (  # events that quote nobody
+OUR_WORDS = (  # events that quote no one
     "budget", "client.answered_late", "client.busy", "client.clock", "client.connected", "client.disconnected",
     "client.joined", "client.left", "client.outside_round", "client.partition", "client.unserved", "data.new",
     "interrupted", "round.stalled", "round.unclosed", "season", "telemetry.lost", "telemetry.refused",
@@ -91,29 +91,29 @@ OUR_WORDS = (  # events that quote nobody
     "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
-ERROR_REPLY = re.compile(r"(<class '[^']*'>):<'.*'>", re.DOTALL)  # the class and the words of a client's exception
+ERROR_REPLY = re.compile(r"(<class '[^']*'>):<'.*'>", re.DOTALL)  # the class and the text of a client's exception
 SERVER_CODE = {"raised_by": "server"}  # in the data of such an event: raised by code that runs no client
 TROUBLE = ("warning", "error", "critical")
 FREE = (Run, Transfer, Finding, Action, Truth)
-OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares nearly all records the rest
+OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares most records the rest
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacyPolicy:
-    """What was chosen for a run; it goes along to every process that makes records."""
+    """The privacy settings of a run, which are sent to every process that makes records."""
 
     level: int = 3
     cohort: int = LEAST_CLIENTS
     tracebacks: bool = True
-    hides: bool = False  # the federation hides its clients: what a server could compute of one is not kept either
+    hides: bool = False  # the federation hides its clients: what a server could compute about one is not stored
 
 
 def policy_for(
     host: str, level: int | None = None, cohort: int = LEAST_CLIENTS, tracebacks: bool | None = None
 ) -> PrivacyPolicy:
-    """The policy of a run: what the user chose, else level 3 with tracebacks at home and 2 without in a deployment."""
+    """Return the policy of a run: the user's, else level 3 with tracebacks locally, and 2 without in a deployment."""
     at_home = host in TRUSTED_HOSTS
-    if level is None:  # who asks for tracebacks asks for words
+    if level is None:  # asking for tracebacks implies asking for words
         level = 3 if at_home or tracebacks else 2
     if isinstance(level, bool) or level not in range(5):
         raise ConfigError(f"privacy= is a level from 0 to 4, got {level!r}. See docs/metrics.md, «Privacy».")
@@ -123,7 +123,7 @@ def policy_for(
 
 
 def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
-    """As it stands in the run's config."""
+    """Return the policy as it is stored in the run's config."""
     settings = {"privacy": policy.level, "cohort": policy.cohort, "tracebacks": policy.tracebacks}
     return settings | ({"hides": True} if policy.hides else {})
 
@@ -131,24 +131,24 @@ def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
 def released(
     record: Emitted, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
 ) -> Emitted | None:
-    """The record, a copy with less in it, or None: as much of it as may leave.
+    """Return as much of a record as may leave: the record, a copy with less in it, or None.
 
-    `clients`: how many a sum speaks for (None: it is no sum). `stray`: it says «server», but a client's code may have
-    made it. `held`: whoever takes the record holds the clients' updates themselves. What a server computes from updates
-    that it was sent anyway is not telemetry, and keeping it from the store would protect nobody.
+    `clients`: how many clients a sum covers (None: it is not a sum). `stray`: it says «server», but a client's code may
+    have made it. `held`: the recipient holds the clients' updates themselves. What a server computes from updates that
+    it received anyway is not telemetry, and keeping it out of the store would protect nobody.
     """
     if isinstance(record, Measurements):
         return _measurements(record, policy, stray=stray, held=held)
     if isinstance(record, Transfers):
-        return record  # as each of its records, see FREE
+        return record  # treated like each of its records, see FREE
     return _record(record, policy, clients=clients, stray=stray, held=held)
 
 
 def _record(record: Record, policy: PrivacyPolicy, *, clients: int | None, stray: bool, held: bool) -> Record | None:
-    # Findings and actions come of what has passed already, and what a lab did to its clients is not a client's.
+    # Findings and actions derive from what was already released, and a lab's planted faults are not a client's.
     if (policy.level >= WORDS and type(record) in OPEN) or isinstance(record, FREE):
         return record
-    # Edges count as clients: they are sites of their own, and a name alone does not tell them apart.
+    # Edges count as clients: they are sites of their own, and names alone do not distinguish them.
     about_client = stray or record.where.node not in SERVER
     if isinstance(record, Event):
         return _event(record, policy, about_client=about_client)
@@ -162,7 +162,7 @@ def _record(record: Record, policy: PrivacyPolicy, *, clients: int | None, stray
 
 
 def _measurements(table: Measurements, policy: PrivacyPolicy, *, stray: bool, held: bool) -> Measurements | None:
-    """The values, matrices and sketches that may leave, column by column; no name of what may not."""
+    """Return the values, matrices and sketches that may leave, column by column, without names of the others."""
     if policy.level >= WORDS:
         return table if len(table) else None
 
@@ -206,9 +206,9 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
 
 
 def _of_server(record: Event) -> Event:
-    """The server's own words pass; those of an exception in its log, never: it may have come through from a client.
+    """Return a server's event with its own words, but never those of a logged exception, which may stem from a client.
 
-    A client's error reply may be quoted in any text, in the form that Flower gives it.
+    A client's error reply may be quoted in any text, in Flower's format.
     """
     if record.name == "log":
         record = _without(record, ("traceback", "exception_message"))
@@ -230,7 +230,7 @@ def _span(record: Span, policy: PrivacyPolicy, *, about_client: bool) -> Span:
 
 
 def _adding(record: Record) -> Record | None:
-    """The part of a sum over clients that is a sum."""
+    """Return the part of a sum over clients that adds up."""
     if isinstance(record, LayerStats):
         matrix = np.full_like(record.matrix, np.nan)
         columns = list(ADDING.get(FAMILIES[record.family].columns, ()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between the training thread and one sink: the former only appends, a worker thread writes."""
+"""The queue between the training thread and one sink: the former only appends, and a worker thread writes."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, t
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-BATCH = 2000  # records in one call of the sink, or a little more: measurements stay together
-POLL_SECONDS = 0.5  # a worker that wakes more often would contend with training for the interpreter, and commit more
+BATCH = 2000  # records in one call of the sink, or slightly more, because measurements are not split
+POLL_SECONDS = 0.5  # waking more often would contend with training for the interpreter, and commit more often
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
-SPILLED_FROM = 8  # bulk goes to the disk while the sink fails, from one part in so many of what may wait in memory
-PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
-CLOSING = 3.0  # seconds after which closing stops waiting for a sink that fails: what it has not taken is spilled
-CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
+SPILLED_FROM = 8  # bulk goes to disk while the sink fails, from 1 in this many parts of the memory limit
+PATIENCE = 5  # consecutive failures after which a flush stops waiting, so that no round's end stalls
+CLOSING = 3.0  # seconds after which closing stops waiting for a failing sink: what it has not taken is spilled
+CAUSES_REPORTED = 100  # limits the user's log if a sink's messages all differ
 
 LEFT_OUT = "layer statistics of some client-rounds are left out"
-# Spares the longer question in `is_important` for nearly all records.
+# Avoids the slower test in `is_important` for nearly all records.
 ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch, Measurements, Transfers})
 
 
 class Queue:
-    """Takes records at once and hands them to a sink in batches, in order, from a thread of its own.
+    """Accepts records without delay and passes them to a sink in batches, in order, from a thread of its own.
 
-    `bulk` and `important` limit what may wait, in small records; arrays count by their bytes (`room_of`: 200 MB).
-    `put` neither waits nor raises. A queue that fills up thins what it takes in (`transport.thinning`); one that is
-    full loses the oldest bulk, and counts it.
-    One exception to «only appends»: an important record that finds more than `important` others waiting is written to
-    the folder `spill` by its own thread, about 20 µs. While the sink fails, the worker moves waiting bulk into a second
-    file there, up to 1 GiB; what the sink has not taken when the queue closes lies in these files for the next process.
-    With `strict`, `flush` and `close` raise what is otherwise only counted and logged.
-    A sink with a `close` method is closed by the worker, on the thread that wrote to it.
+    `bulk` and `important` limit what may wait, in small records; arrays count by their bytes (`room_of`: 200 MB). `put`
+    neither waits nor raises. A queue that fills up thins what it accepts (`transport.thinning`); a full one loses the
+    oldest bulk, and counts it. One exception: an important record that finds more than `important` others waiting is
+    written to the folder `spill` by its own thread, about 20 µs. While the sink fails, the worker moves waiting bulk
+    into a second file there, up to 1 GiB; what the sink has not taken at the end stays there for the next process.
+    With `strict`, `flush` and `close` raise what is otherwise counted. The worker calls a sink's `close` method.
     """
 
     def __init__(
@@ -77,44 +75,44 @@ class Queue:
             os.register_at_fork(after_in_child=after_fork)
 
     def _empty(self) -> None:
-        # Re-entrant, since a signal handler or a finaliser may log, and so put, in the midst of a put.
+        # Re-entrant, since a signal handler or a finaliser may log, and so call `put`, during a `put`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._bulk: deque[Emitted] = deque()
         self._important: deque[Record] = deque()
-        self._bulk_room = 0  # that the waiting bulk takes, see `room_of`
-        self._bulk_records = 0  # that it stands for
-        self._bulk_lines: deque[BulkLine] = deque()  # in the file of bulk, their content left out
-        self._moving: list[Emitted] = []  # bulk on its way into it
-        # How many records of each class have left the waiting line: bulk, important.
+        self._bulk_room = 0  # taken by the waiting bulk, see `room_of`
+        self._bulk_records = 0  # the number of records it represents
+        self._bulk_lines: deque[BulkLine] = deque()  # in the bulk file, without their content
+        self._moving: list[Emitted] = []  # bulk being moved to the file
+        # How many records of each class have left the queue: bulk, important.
         self._heads = [0, 0]
-        # The heads before the batch that the worker holds, and the batch: None when it holds none.
+        # The heads before the batch that the worker holds, and that batch: None if it holds none.
         self._held_from: list[int] | None = None
         self._held: list[Emitted] = []
         self._lost: dict[str, int] = {}
         self.thinned = ThinnedClientRounds()
-        self._error: BaseException | None = None  # of a loss, to be raised by a strict flush
-        self._outage: BaseException | None = None  # what the sink fails with at present
-        self._failures = 0  # of the sink, in a row
-        self._attempts_failed = 0  # of the sink, ever
+        self._error: BaseException | None = None  # cause of a loss, raised by a strict flush
+        self._outage: BaseException | None = None  # the current error of the sink
+        self._failures = 0  # consecutive failures of the sink
+        self._attempts_failed = 0  # failures of the sink in total
         self._reported: set[str] = set()
         self._announce_recovery = False
-        # Said by the worker, never under the lock: a log handler may hold a lock of its own and call `put`.
+        # Logged by the worker, never under the lock: a log handler may hold a lock of its own and call `put`.
         self._news: deque[str] = deque()
         self._thread: threading.Thread | None = None
-        self._refused = ""  # why nothing is taken any more
+        self._refused = ""  # why nothing is accepted any more
         self._flushing = 0
         self._hurry = self._stopping = False
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """How many records were lost so far, by cause."""
+        """The number of records lost so far, by cause."""
         with self._lock:
             return dict(self._lost)
 
     @property
     def pending(self) -> int:
-        """How many records wait for the sink, those in the spill file included."""
+        """The number of records waiting for the sink, including those in the spill file."""
         with self._lock:
             return self._ready + sum(map(record_count, self._held))
 
@@ -124,7 +122,7 @@ class Queue:
         return self._bulk_records + len(self._important) + self._spilled + spilled_bulk
 
     def put(self, record: Emitted) -> None:
-        """Take a record or measurements, without waiting or raising."""
+        """Accept a record or measurements, without waiting or raising."""
         with self._lock:
             if self._refused:
                 self._lose(self._refused, count=record_count(record))
@@ -136,26 +134,26 @@ class Queue:
                 self._start()
 
     def put_many(self, records: Iterable[Emitted]) -> None:
-        """Take records one after the other."""
+        """Accept records one after the other."""
         with self._lock:
             for record in records:
                 self.put(record)
 
     def flush(self, timeout: float | None = 30.0) -> bool:
-        """Whether everything put before this call has been written; waits for it as long as there is hope.
+        """Return whether everything put before this call has been written, waiting while that is still possible.
 
-        False when time is up, when the sink keeps failing, and from the first lost record on (see `lost`).
+        False on timeout, if the sink keeps failing, and after the first lost record (see `lost`).
         """
         written = self._wait(None if timeout is None else time.monotonic() + timeout)
         self._raise_if_strict()
         return written and not self._lost
 
     def drain(self, timeout: float) -> bool:
-        """Like `flush`, before `close`: returns whether all was written, and waits only moments for a failing sink."""
+        """Flush before `close`: returns whether all was written, and waits only briefly for a failing sink."""
         return self._wait(time.monotonic() + timeout, closing=True)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Flush, end the thread and close the sink. What it has not taken waits in files, or is counted."""
+        """Flush, end the thread and close the sink. What it has not taken waits in files, or is counted as lost."""
         with self._lock:
             if self._refused:
                 return
@@ -169,7 +167,7 @@ class Queue:
         if thread is None:
             self._close_sink()
         else:
-            # Even when time is up, an idle worker gets the moment that it needs to leave.
+            # Even after the timeout, an idle worker gets the moment it needs to end.
             thread.join(max(0.2, deadline - time.monotonic()))
         self._abandon()
         self._say()
@@ -188,7 +186,7 @@ class Queue:
                 return
             record = kept
         count, waiting = record_count(record), self._bulk_records
-        room = room_of(record)  # before the sums below: a signal handler may log, and so put, in the midst of a call
+        room = room_of(record)  # before the sums below: a signal handler may log, and so put, during this call
         while self._bulk and self._bulk_room + room > self._bulk_limit:
             self._lose("queue full", count=record_count(self._pop_bulk()))
             self._heads[0] += 1
@@ -199,7 +197,7 @@ class Queue:
             self._changed.notify_all()
 
     def _thin(self, record: Emitted) -> Emitted | None:
-        """Return what is taken of the record by a queue that is at least half full; None: nothing."""
+        """Return what a queue that is at least half full accepts of a record; None: nothing."""
         detail, rest = levels(self._bulk_room / self._bulk_limit)
         if not self._sink.takes_measurements:
             rest = 0
@@ -219,7 +217,7 @@ class Queue:
         return record
 
     def _put_important(self, record: Record) -> None:
-        # While older records wait in the file, newer ones have to queue up behind them.
+        # While older records wait in the file, newer ones must queue behind them.
         if not self._spilled and len(self._important) < self._important_limit:
             self._important.append(record)
             if len(self._important) == BATCH:
@@ -268,7 +266,7 @@ class Queue:
         if self._refused:
             return
         thread = threading.Thread(target=self._work, name=f"fedvitals-{self.name}", daemon=True)
-        # Without a thread (the system has no more) records wait; the next put tries again.
+        # If no thread can be started, records wait; the next put tries again.
         with contextlib.suppress(RuntimeError):
             thread.start()
             self._thread = thread
@@ -301,7 +299,7 @@ class Queue:
         return bulk >= target[0] and important >= target[1]
 
     def _abandon(self) -> None:
-        """At the end: what is left goes into the spill's files, and is lost where there is no room."""
+        """Move what is left to the spill files at the end; it is lost if there is no room."""
         with self._lock:
             left = [*self._held, *self._important, *self._moving, *self._bulk]
             self._held, self._moving, self._held_from = [], [], None
@@ -328,7 +326,7 @@ class Queue:
                 self._lose("sink failed", self._outage, lost)
 
     def _detach(self) -> None:
-        """In a forked child: nothing inherited is ours to write, nor is the parent's sink."""
+        """Detach in a forked child: nothing inherited may be written here, nor may the parent's sink."""
         self._empty()
         self._refused = "forked"
         if self._spill is not None and self._bulk_spill is not None:
@@ -345,7 +343,7 @@ class Queue:
         self._close_sink()
 
     def _take(self) -> bool:
-        """Wait for records and hold the next batch of them; False when there is to be no next."""
+        """Wait for records and hold the next batch of them; False if there is none."""
         with self._lock:
             while not self._stopping:
                 ready = self._ready
@@ -357,7 +355,7 @@ class Queue:
             else:
                 return False
             before = list(self._heads)
-            # Important first: the Run has to be in the store before what was measured in it.
+            # Important first: the Run must be in the store before its measurements.
             spilled = 0 if self._important else min(self._spilled, BATCH)
             important = [self._important.popleft() for _ in range(min(len(self._important), BATCH))]
             room = BATCH - len(important) - spilled
@@ -378,7 +376,7 @@ class Queue:
         return True
 
     def _read_back(self, spill: Spill, lines: int, count: int) -> None:
-        """Put the records of spilled lines in front of the batch. Without the lock: no put may wait for a disk."""
+        """Put the records of spilled lines in front of the batch; without the lock, as no put may wait for a disk."""
         records: list[Telemetry] = []
         error: BaseException | None = None
         try:
@@ -392,7 +390,7 @@ class Queue:
                 self._lose("spill failed", error, missing)
 
     def _move_bulk_to_disk(self, spill: Spill) -> None:
-        """Make room in memory while the sink fails. The worker does so, without the lock."""
+        """Move bulk to disk while the sink fails, to free memory. Runs on the worker, without the lock."""
         while True:
             with self._lock:
                 if self._stopping or SPILLED_FROM * self._bulk_room < self._bulk_limit or spill.size > BULK_BYTES:
@@ -413,7 +411,7 @@ class Queue:
                     return
 
     def _spill_bulk(self, spill: Spill, part: Sequence[Emitted]) -> int:
-        """Append bulk to its file. Returns how much of it that was: less if the file or the disk is full."""
+        """Append bulk to its file. Returns how much was written: less if the file or the disk is full."""
         elements = 0
         try:
             for line in bulk_lines(part) if spill.size <= BULK_BYTES else ():
@@ -428,7 +426,7 @@ class Queue:
         return elements
 
     def _deliver(self) -> None:
-        """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
+        """Write the held batch; retry while the sink fails, and leave out single records that it rejects."""
         parts = [form_for(self._sink, self._held)]
         delay = FIRST_DELAY
         while parts:
@@ -441,7 +439,7 @@ class Queue:
                 self._sink.write(part)  # type: ignore[arg-type]  # no measurements, unless it takes them
             except RecordError as error:
                 if isinstance(part[0], Measurements | Transfers) and len(part) == 1:
-                    parts[:1] = [[*part[0].records()]]  # so that one refused number costs no other
+                    parts[:1] = [[*part[0].records()]]  # so that one rejected number does not lose others
                 elif len(part) == 1:
                     with self._lock:
                         self._lose("bad record", error)
@@ -452,7 +450,7 @@ class Queue:
             except StoreLostError as error:
                 with self._lock:
                     self._lose("store overwritten", error, error.lost)
-                continue  # it goes on in a new file
+                continue  # it continues in a new file
             except BaseException as error:  # noqa: BLE001 - nothing that a sink does may end the worker
                 self._failed(error, delay)
                 delay = min(delay * 2, LONGEST_DELAY)

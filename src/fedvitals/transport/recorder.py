@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes records of a scope and numbers, and hands them to `emit`."""
+"""Makes records of a scope and numbers, and passes them to `emit`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ScopeRecorder:
         self.emit(Metric(where(scope, step), time.time(), name, value))
 
     def metrics(self, scope: Scope, metrics: Iterable[tuple[str, float, int | None]]) -> None:
-        """Emit many numbers (name, value, step) with one time, and one place for all that are not about a step."""
+        """Emit many numbers (name, value, step) with one time, and with one place for all those without a step."""
         now, here = time.time(), where(scope)
         for name, value, step in metrics:
             self.emit(Metric(here if step is None else where(scope, step), now, name, value))
 
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
-        """Emit the Span of a scope. Returns a copy of it, since what is emitted gets an identity."""
+        """Emit the Span of a scope. Returns a copy of it, because emitting assigns an identity."""
         own = scope.span or new_span_id()
         fields = (where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
         self.emit(Span(*fields))
@@ -48,7 +48,7 @@ class ScopeRecorder:
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
 
     def truth(self, run: str, fault: Mapping[str, Any]) -> None:
-        """Emit what a host made ill on purpose: `kind`, `nodes`, `since`, `until`, and whatever else it says."""
+        """Emit a planted fault: `kind`, `nodes`, `since`, `until`, and further fields of the host."""
         fields = {"nodes": (), "since": 0, "until": None, **fault}
         kind, nodes, since, until = (fields.pop(name) for name in ("kind", "nodes", "since", "until"))
         nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
@@ -60,5 +60,5 @@ class ScopeRecorder:
         trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
         data: dict[str, Any] = {"exception": kind, "traceback": trace}
         if isinstance(error, OSError) and isinstance(error.errno, int):
-            data["errno"] = error.errno  # a class of errors finer than the exception's, and nobody's words
+            data["errno"] = error.errno  # more specific than the exception's class, without anyone's words
         self.event(scope, "error", name, f"{kind}: {error}"[:1000], data)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine that may lie can report: about itself alone, only from the time when it was asked, and nothing that
-the server measures or decides.
+"""What a machine that may lie can report: only about itself, and only from when it was asked.
 
-How much of it one sender may bring is counted in `sender_limits`.
+It cannot report anything that the server measures or decides. `sender_limits` counts how much one sender may deliver.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from fedvitals.transport.sink_writer import SENDER
 
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what a sender can report, besides its layers' names
 
-# Metrics of the catalogue that a client measures of itself. The others are the server's: they tell of the round, of
-# what the server saw of the client, or of a virtual clock, and a sender that reports one is refused.
+# Metrics of the catalogue that a client measures on itself. The others are the server's: they describe the round, what
+# the server saw of the client, or a virtual clock, and a sender that reports one is rejected.
 CLIENT_METRICS = frozenset(
     name
     for name in CATALOG
@@ -45,12 +44,12 @@ CLIENT_METRICS = frozenset(
     "time.data", "time.step",
 }  # fmt: skip
 
-# Events that a client's own process writes; what else a user's code reports becomes `user.*`.
+# Events written by a client's own process; what else a user's code reports becomes `user.*`.
 CLIENT_EVENTS = frozenset((
     "budget", "client.failed", "client.partition", "data", "exception", "labels", "layers.sharded", "layers.unfrozen",
     "log", "monitor.error", "stack.unclosed", "stack.unmeasured", LOST, THINNED,
 ))  # fmt: skip
-# Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
+# Events about all clients, or in our own words about what the server saw of one. A sender that reports one is rejected.
 SERVER_EVENTS = frozenset((
     "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.connected",
     "client.disconnected", "client.dropped_out", "client.joined", "client.left", "client.unserved", "cohort",
@@ -61,25 +60,25 @@ SERVER_EVENTS = frozenset((
     "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error", "critical")
-ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record
+ID_CHARACTERS = 64  # of the ids of a Span or sketch: a payload holds a repeated text once, a store with each record
 STEPS = 1 << 40
 SKETCH_NUMBERS = 256  # as in `kernels.sketch_hash`, which needs torch
-NO_ROUND = -1  # as the newest round of a Sender: its records may name none
+NO_ROUND = -1  # as a Sender's newest round: its records may name no round
 _LABEL, _EXCEPTION = re.compile(r"-?\d{1,18}"), re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
 
 
 class ForgedRecordError(RecordError):
-    """A record that speaks for another node, another run, the server or a round to come."""
+    """A record made in the name of another node, another run, the server or a future round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Who a message came from, as the framework knows it: its records may tell of nobody else.
+    """The origin of a message, as the framework knows it: its records may only be about that node.
 
-    `run`: what the run is called there, where ours is not known. `group`: the edge, cluster or ring that the host knows
-    it to be in; what the records say of either is ignored. `budget`: bytes of telemetry that this message may have.
-    `newest_round`: the newest round that its records may name, where they say which. None: the newest that has begun,
-    which `monitor.host` fills in; before the first, and with NO_ROUND, they may name none.
+    `run`: the run's name there, if ours is not known. `group`: the edge, cluster or ring that the host assigns it to;
+    what the records say of run and group is ignored. `budget`: bytes of telemetry that this message may have.
+    `newest_round`: the newest round that its records may name. None: the newest that has begun, which `monitor.host`
+    fills in; before the first, and with NO_ROUND, they may name none.
     """
 
     node: Node
@@ -92,19 +91,20 @@ class Sender:
         object.__setattr__(self, "node", node_name(self.node))
 
     def counted_to(self, newest_round: int | None) -> Sender:
-        """The sender with this newest round, unless it has one."""
+        """Return the sender with this newest round, unless it has one."""
         return self if self.newest_round is not None else replace(self, newest_round=newest_round)
 
     def own(self, record: Record, run: str) -> Record:
-        """The record as one of the run here, with names that can be shown.
+        """Return the record as one of the local run, with names that can be shown.
 
-        Raises a ForgedRecordError if it is another's, or the server's, and a RecordError if no client measures such.
+        Raises a ForgedRecordError if it belongs to another node or to the server, and a RecordError if no client
+        measures it.
         """
         if run_of(record) != self.run:
             raise ForgedRecordError(
                 f"Telemetry of '{self.node}' is of the run {quoted(run_of(record))}, not of '{self.run}'."
             )
-        # Its sources are its own: nobody can use up another's sequence numbers.
+        # Its sources are its own, so nobody can use up another's sequence numbers.
         source = f"{SENDER}{self.node}/{record.source}"[:200]
         if isinstance(record, Run):
             return replace(record, id=run, source=source)
@@ -125,7 +125,7 @@ class Sender:
         if where.node not in (None, self.node):
             raise ForgedRecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
         newest = NO_ROUND if self.newest_round is None else self.newest_round
-        # A round that is far ahead would push all others out of the detectors' memory.
+        # A round far ahead would displace all others from the detectors' memory.
         if where.round is not None and not 0 <= where.round <= newest:
             raise ForgedRecordError(f"Telemetry of '{self.node}' is of round {where.round}; only the server counts.")
         if where.step is not None and not 0 <= where.step < STEPS:
@@ -145,7 +145,7 @@ class Sender:
         return ForgedRecordError(f"Telemetry of '{self.node}' holds {quoted(what)}, which is the server's to tell.")
 
     def _event(self, event: Event) -> Event:
-        """The event with a name that it may have, a bounded message, and no words where findings quote them."""
+        """Return the event with a permitted name, a bounded message, and without words where findings quote them."""
         if event.name in SERVER_EVENTS:
             raise self._not_its_own(event.name)
         if event.level not in LEVELS:
@@ -166,13 +166,13 @@ class Sender:
         return replace(event, name=name, message=bounded(event.message), data=data)
 
     def _without_histogram(self, event: Event) -> Event:
-        """A report of labels in our words, without a histogram that has too many classes."""
+        """Return a label report in our words, without a histogram that has too many classes."""
         classes = len(event.data["histogram"])
         text = f"The label histogram of {self.node} is left out: {classes:,} classes, and {LABEL_CLASSES:,} are taken."
         return replace(event, message=text, data={"classes": classes})
 
     def _loss(self, event: Event) -> Event:
-        """What a sender says that it lost, in our words. It counts for nothing but a finding about the sender."""
+        """Return a sender's report of its losses, in our words. It only leads to a finding about the sender."""
         records = event.data.get("records")
         count = min(records, ROUND_RECORDS) if type(records) is int and records > 0 else 1
         most = " or more" if count == ROUND_RECORDS else ""
@@ -181,7 +181,7 @@ class Sender:
 
 
 def _thinning(event: Event) -> Event:
-    """What a sender says that it left out of its message because of the limit on bytes, in our words."""
+    """Return a sender's report of what it left out of its message because of the byte limit, in our words."""
     records, kinds = event.data.get("records"), event.data.get("left_out")
     count = min(records, ROUND_RECORDS) if type(records) is int and records > 0 else 1
     known = [kind for kind in KINDS if isinstance(kinds, list | tuple) and kind in kinds]
@@ -195,21 +195,21 @@ def quoted(text: Any, characters: int = 80) -> str:
 
 
 def _ids(record: Record) -> tuple[str, ...]:
-    """The texts of a record that a store keeps with each record of its kind."""
+    """Return the texts of a record that a store keeps with each record of its kind."""
     if isinstance(record, Span):
         return record.trace, record.id, record.parent or ""
     return (record.digest,) if isinstance(record, Sketch) else ()
 
 
 def as_seen(record: Any, seen: tuple[float, float]) -> Record:
-    """What a client tells, with times inside of what the server saw: one that lies would bend the charts of all."""
+    """Return a client's record with times within what the server saw: false ones would distort everyone's charts."""
     if isinstance(record, Run):
         return record
     sent, returned = seen
     at = record.at if sent <= record.at <= returned else returned if record.at > returned else sent
     if isinstance(record, Span):
         seconds = record.seconds if math.isfinite(record.seconds) else 0.0
-        # No client has a virtual clock: where one says so, the whole run would be shown by it.
+        # No client has a virtual clock: a claim of one would affect how the whole run is shown.
         own = {key: value for key, value in record.attributes.items() if key != "clock"}
         return replace(record, at=at, seconds=min(max(seconds, 0.0), returned - at), attributes=own)
     return cast("Record", record if at == record.at else replace(record, at=at))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one sender may bring to a run: the one place where this is counted, for every host.
+"""How much one sender may deliver to a run: the only place where this is counted, for every host.
 
 A sender is a machine that may lie: a Flower node, a process that reports by OTLP, a client of a user's own transport.
-Each is counted by itself, so that whoever brings too much loses its own telemetry and nobody else's. Sizes and numbers
-of records are compared with what is left before a payload is expanded.
+Each is counted by itself, so that one that sends too much only loses its own telemetry. Sizes and numbers of records
+are compared with the remaining quota before a payload is expanded.
 
     a message                1 MiB, or less where the host says so (Flower: 32 KiB, or 1 % of the larger
                              of request and reply); of 64 processes
@@ -11,9 +11,9 @@ of records are compared with what is left before a payload is expanded.
     the run                  200 names of metrics, 200 other names (layers, spans, events), 50 layer tables with
                              100,000 layers in all
 
-Names and tables that somebody else has brought already are free, and so are names of layers that a table has. All
-senders together may bring 20,000 names of metrics, 20,000 other names and 5,000 tables; of senders beyond 10,000, those
-that came first are forgotten.
+Names and tables that another sender has already delivered are free, and so are layer names that a table contains. All
+senders together may deliver 20,000 names of metrics, 20,000 other names and 5,000 tables; beyond 10,000 senders, the
+earliest are forgotten.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from fedvitals.time_parts import CLIENT
 from fedvitals.transport.wire.fields import Limits
 from fedvitals.transport.wire.payload import LIMITS
 
-MESSAGE_BYTES = 1 << 20  # of one message, where its host does not say less
+MESSAGE_BYTES = 1 << 20  # of one message, unless its host sets less
 ROUND_BYTES, ROUND_RECORDS, ROUND_EVENTS = 4 << 20, 5_000, 200
-ROUND_REFUSALS = 10  # messages; further ones of the round are refused unread
-ROUND_REPORTS = 3  # of what was refused or left out, with the reason; the rest is counted at the round's end
-MESSAGE_SOURCES = 64  # processes that made the records: ranks of one client
+ROUND_REFUSALS = 10  # messages; further ones of the round are rejected unread
+ROUND_REPORTS = 3  # of rejected or left-out records, with the reason; the rest is counted at the round's end
+MESSAGE_SOURCES = 64  # processes that made the records, such as the ranks of one client
 METRIC_NAMES, OTHER_NAMES = 200, 200
 NAME_CHARACTERS, LAYER_NAME_CHARACTERS = 200, 512
 TABLES, LAYERS = 50, 100_000
-TABLES_OF_ALL = 5_000  # a hundred senders would have to use up what they may bring
-TABLES_OF_RUN = 1_000  # of the run's own models and worker processes, which are no senders
-NAMES_OF_ALL = 20_000  # of metrics, and as many others; likewise
-SENDERS = 10_000  # of which anything is remembered; the first is then forgotten, and begins anew
+TABLES_OF_ALL = 5_000  # a hundred senders would have to use up their quotas
+TABLES_OF_RUN = 1_000  # of the run's own models and worker processes, which are not senders
+NAMES_OF_ALL = 20_000  # of metrics, and as many others; as above
+SENDERS = 10_000  # senders remembered; beyond this the first is forgotten, and starts anew
 
 MESSAGE = replace(LIMITS, bytes=MESSAGE_BYTES, records=ROUND_RECORDS, cells=100_000)
-"""What the payload of a sender may hold at most; a client keeps to it when it writes one."""
+"""The limits of a sender's payload; a client observes them when it writes one."""
 
 
 Entry = TypeVar("Entry")
 
 
 class LeftOut:
-    """Counts records that were not taken, by reason, and keeps the first of each with the name that it is about."""
+    """Counts rejected records by reason, and keeps the first of each with the name that it concerns."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.examples: dict[str, tuple[Record, str]] = {}
 
     def add(self, reason: str, record: Record, name: str) -> None:
-        """Count a record. `name`: what to call it as an example of the reason."""
+        """Count a record. `name`: how to refer to it as an example of the reason."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         self.examples.setdefault(reason, (record, name))
 
     @property
     def total(self) -> int:
-        """How many records were left out."""
+        """The number of records left out."""
         return sum(self.counts.values())
 
 
 @dataclass(slots=True)
 class _Use:
-    """What a sender has used: in its newest round, and in the run."""
+    """A sender's usage, in its newest round and in the run."""
 
     round: int | None = None
     bytes: int = 0
@@ -90,12 +90,12 @@ class _Use:
 
 
 class SenderQuotas:
-    """Counts what each sender has brought to a run. Not safe for several threads at a time."""
+    """Counts what each sender has delivered to a run. Not thread-safe."""
 
     def __init__(self) -> None:
         self._uses: dict[Node, _Use] = {}
         self._unreported: dict[tuple[Node, bool], int] = {}
-        self._tables: set[str] = set()  # of which the layers' names are known
+        self._tables: set[str] = set()  # tables whose layer names are known
         self._layers: set[str] = set()
         self._names: dict[bool, set[str]] = {True: set(CATALOG), False: {CLIENT}}  # of metrics; others
         self._most = {of_metric: len(known) + NAMES_OF_ALL for of_metric, known in self._names.items()}
@@ -104,7 +104,7 @@ class SenderQuotas:
         return entry_of_sender(self._uses, node, _Use)
 
     def message_limits(self, node: Node, round_index: int | None, size: int, budget: int) -> Limits:
-        """Count a message of `size` bytes, and return what a payload in it may hold; RecordError if it may hold none.
+        """Count a message of `size` bytes, and return the limits of a payload in it; RecordError if none is allowed.
 
         `budget`: bytes that this message may have.
         """
@@ -123,10 +123,9 @@ class SenderQuotas:
         return replace(MESSAGE, records=ROUND_RECORDS - use.records)
 
     def report(self, node: Node, round_index: int | None, *, whole: bool, amount: bool = False) -> bool:
-        """Count a message that was refused (`whole`) or of which something was left out.
+        """Count a message that was rejected (`whole`) or of which something was left out.
 
-        `amount`: it broke no rule, and brought more than a sender may. Returns whether that is to be reported at once,
-        with its reason.
+        `amount`: it broke no rule, but exceeded the quota. Returns whether to report it at once, with its reason.
         """
         use = self._use(node).in_round(round_index)
         use.refusals += whole
@@ -136,16 +135,16 @@ class SenderQuotas:
         return use.reports <= ROUND_REPORTS
 
     def take_unreported(self) -> dict[tuple[Node, bool], int]:
-        """Return how many messages were counted and not reported since the last time, by sender and `amount`."""
+        """Return how many messages were counted but not reported since the last call, by sender and `amount`."""
         counts, self._unreported = self._unreported, {}
         return counts
 
     def charge_tables(
         self, node: Node | None, tables: Mapping[str, LayerTable], known: Collection[str], own: Collection[str]
     ) -> None:
-        """Count the tables of a payload that are new to the run, or raise a RecordError if they are too many.
+        """Count the tables of a payload that are new to the run; RecordError if they are too many.
 
-        `known`: digests of all tables of the run; `own`: of those that no sender brought. `node`: None, the payload
+        `known`: digests of all tables of the run; `own`: those that no sender delivered. `node`: None if the payload
         comes from a worker process of our own.
         """
         if node is None:
@@ -170,7 +169,7 @@ class SenderQuotas:
     def admitted(
         self, node: Node, round_index: int | None, records: Sequence[Record], left_out: LeftOut
     ) -> list[Record]:
-        """Count the records, and return those that the sender may still bring; the others are added to `left_out`."""
+        """Count the records, and return those within the sender's quota; the others are added to `left_out`."""
         use = self._use(node).in_round(round_index)
         kept: list[Record] = []
         for record in records:
@@ -193,15 +192,15 @@ class SenderQuotas:
         return kept
 
     def admits_name(self, node: Node, name: str) -> bool:
-        """Whether a metric's name is known, or one of the new names that this sender may still bring."""
+        """Return whether a metric's name is known, or is a new name within the sender's quota."""
         return self.excess_name(node, name) is None
 
     def excess_name(self, node: Node, name: str) -> str | None:
-        """Return which limit a metric's name exceeds; None: it is known, or the sender may still bring it."""
+        """Return the limit that a metric's name exceeds; None if it is known or within the sender's quota."""
         return self._excess_name(self._use(node), name, "metric")
 
     def _excess(self, use: _Use, record: Record) -> tuple[str, str] | None:
-        """Return the limit that a record's names exceed, and the name that does; None: the sender may bring them."""
+        """Return the limit that a record's names exceed, and the name that does; None if all are within the quota."""
         names = [(name_of(record), "metric" if isinstance(record, Metric) else "other")]
         names = names if isinstance(record, Metric | Span | Event) else []
         if not isinstance(record, Run) and record.where.layer is not None:
@@ -232,12 +231,12 @@ class SenderQuotas:
 
 
 def name_of(record: Record) -> str:
-    """Return what a record is called, for a sentence about it: a metric's, span's or event's name, or its kind."""
+    """Return a name for a record in a sentence: a metric's, span's or event's name, or its kind."""
     return record.name if isinstance(record, Metric | Span | Event) else type(record).__name__
 
 
 def entry_of_sender(entries: dict[Node, Entry], node: Node, make: Callable[[], Entry]) -> Entry:
-    """Return what is remembered of a sender, made anew if it is nothing; of too many senders, forget the first."""
+    """Return the entry of a sender, created if missing; with too many senders, the first one is dropped."""
     if node not in entries:
         if len(entries) >= SENDERS:
             entries.pop(next(iter(entries)))
@@ -246,9 +245,9 @@ def entry_of_sender(entries: dict[Node, Entry], node: Node, make: Callable[[], E
 
 
 def check_sources(node: Node, records: Sequence[Telemetry]) -> None:
-    """Raise a RecordError if the records of a message say that they were made by many processes.
+    """Raise a RecordError if the records of a message claim to come from too many processes.
 
-    What has been delivered is remembered for each of them.
+    Deliveries are remembered for each of them.
     """
     sources = {record.source for record in records}
     if len(sources) > MESSAGE_SOURCES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a whole `Sink` of a user's own object, which needs no more than `write(records)`."""
+"""Turns a user's own object, which needs no more than `write(records)`, into a complete `Sink`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _HasClose(Protocol):
 
 
 class SinkAdapter(Sink):
-    """A user's own sink with what it has; for the rest, the defaults of `Sink`."""
+    """A user's own sink with what it defines; otherwise the defaults of `Sink`."""
 
     def __init__(self, writer: RecordWriter) -> None:
         self._writer = writer
@@ -46,7 +46,7 @@ class SinkAdapter(Sink):
             self._writer.prepare(folder, families)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Hand records on."""
+        """Pass records on."""
         self._writer.write(records)
 
     def close(self) -> None:
@@ -55,12 +55,12 @@ class SinkAdapter(Sink):
 
 
 def as_sink(writer: RecordWriter) -> Sink:
-    """The object itself if it is a whole sink; otherwise one that writes to it."""
+    """Return the object itself if it is a complete sink, else one that writes to it."""
     return writer if isinstance(writer, Sink) else SinkAdapter(writer)
 
 
 def form_for(sink: Sink, batch: Sequence[Emitted]) -> list[Emitted]:
-    """Return a batch in the form that the sink takes; as single records, without those that it ignores."""
+    """Return a batch in the form that the sink accepts; as single records, without those that it ignores."""
     if sink.takes_transfers:
         return [*batch]
     if not sink.takes_measurements:

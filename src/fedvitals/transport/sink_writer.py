@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes each record from the training thread: numbers it, applies the privacy policy, and queues it for every sink."""
+"""Accepts each record from the training thread: numbers it, applies the privacy policy, queues it for every sink."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fedvitals.transport.queue import Queue
 from fedvitals.transport.sender_limits import SENDERS
 from fedvitals.transport.sink_adapter import as_sink
 
-SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
-SENDER = "sender/"  # the beginning of the source of what machines report that may lie
+SOURCE = "monitor"  # one process writes a run; records of other processes keep their own source
+SENDER = "sender/"  # prefix of the source of records from machines that may lie
 
 
 class SenderSources:
-    """Numbers what senders report without gaps, each sender by itself; of many, those longest silent are forgotten.
+    """Numbers each sender's records without gaps; beyond a limit, senders silent longest are forgotten.
 
-    A sender that was forgotten gets another source when it comes back, so that no identity is given twice.
+    A forgotten sender gets another source when it comes back, so that no identity is assigned twice.
     """
 
     def __init__(self, most: int = SENDERS) -> None:
         self._most = most
-        self._process = os.urandom(4).hex()  # another one when the run is continued
+        self._process = os.urandom(4).hex()  # differs when the run is continued
         self._forgotten = 0
         self._sources: OrderedDict[str, tuple[str, itertools.count[int]]] = OrderedDict()
 
@@ -50,9 +50,9 @@ class SenderSources:
 
 
 class SinkWriter:
-    """Takes records from any thread and hands them to every sink, each behind its own queue and worker thread.
+    """Accepts records from any thread and passes them to every sink, each behind its own queue and worker thread.
 
-    `own`: how many of the sinks, the first ones, are ours: the store, the detectors.
+    `own`: how many of the sinks, from the first, are ours: the store, the detectors.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SinkWriter:
         whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
         self._senders = SenderSources()
-        # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
+        # A sink's own records need not come back to it, least of all while it closes and accepts nothing more.
         self._ignored: list[tuple[type, ...]] = [_with_blocks(sink.ignores) for sink in whole]
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(whole)
@@ -78,7 +78,7 @@ class SinkWriter:
     def emit(self, record: Emitted, *, clients: int | None = None, stray: bool = False) -> None:
         """Number and queue a record, as far as the privacy policy allows. Never waits, never raises.
 
-        This process writes the store, so it is where the updates come together (`held`).
+        `held` applies, because this process writes the store and so receives the updates.
         """
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
@@ -86,36 +86,36 @@ class SinkWriter:
         self._put(self.stamped(passed))
 
     def emit_all(self, records: Sequence[Record], *, stray: bool = False) -> None:
-        """The same for several records at once."""
+        """Number and queue several records."""
         released_records = (released(record, self._policy, stray=stray, held=True) for record in records)
         self._put_all([self.stamped(passed) for passed in released_records if passed is not None])
 
     def stamped(self, telemetry: AnyTelemetry) -> AnyTelemetry:
-        """Return it with an identity of this writer: a sequence number for each record that it stands for."""
+        """Return it with an identity of this writer: a sequence number for each record that it represents."""
         count = record_count(telemetry)
         if count == 1:
             return stamped(telemetry, self._source, next(self._sequence))
-        # Drawn in one call into C: neither another thread nor a signal handler that logs can come in between.
+        # Taken in one call into C, which neither another thread nor a signal handler that logs can interrupt.
         (last,) = deque(itertools.islice(self._sequence, count), maxlen=1)
         return stamped(telemetry, self._source, last - count + 1)
 
     def store(self, record: Record) -> None:
-        """Queue a record for the first sink alone, the store: the others have ended."""
+        """Queue a record for the first sink alone, the store, because the others have ended."""
         passed = released(record, self._policy, held=True)
         if passed is not None and self._queues:
             self._queues[0].put(self.stamped(passed))
 
     def admit(self, records: Iterable[Telemetry]) -> None:
-        """Queue records of another process with the identity that they have, as far as the privacy policy allows.
+        """Queue records of another process under their own identity, as far as the privacy policy allows.
 
-        What a sender reports is numbered here, without gaps: a store remembers what it has by these numbers.
+        A sender's records are numbered here, without gaps, because a store identifies what it has by these numbers.
         """
         self._put_all([passed for record in records for passed in self._admitted(record)])
 
     def _admitted(self, record: Telemetry) -> Iterable[Emitted]:
         passed = released(record, self._policy, held=True)
         if isinstance(record, Measurements) and passed is not None and record_count(passed) < len(record):
-            # What is left as an array would have other numbers.
+            # The rest as an array would be numbered differently.
             return [left for single in record.records() for left in self._admitted(single)]
         if passed is not None and record.source.startswith(SENDER):
             passed = stamped(passed, *self._senders.next_identity(record.source))
@@ -132,59 +132,59 @@ class SinkWriter:
 
     @property
     def lost(self) -> int:
-        """How many records the sinks have lost so far."""
+        """The number of records that the sinks have lost so far."""
         return sum(count for _, count in self.lost_by_sink)
 
     @property
     def lost_by_sink(self) -> list[tuple[str, int]]:
-        """The name of each sink, and how many records it has lost so far: our own first, of these the store first."""
+        """The name of each sink and how many records it has lost so far: our own first, of these the store first."""
         return [(queue.name, sum(queue.lost.values())) for queue in self._queues]
 
     @property
     def own(self) -> int:
-        """How many of the sinks, the first ones, are ours."""
+        """How many of the sinks, from the first, are ours."""
         return self._own
 
     @property
     def thinned(self) -> tuple[int, int]:
-        """Client-rounds of which our own sinks were given no layer statistics, and of these no metrics either."""
+        """The client-rounds whose layer statistics our own sinks did not get, and those without metrics as well."""
         counts = [queue.thinned for queue in self._queues[: self._own]]
         return max((count.detail for count in counts), default=0), max((count.rest for count in counts), default=0)
 
     def flush(self, timeout: float = 30.0, *, own: bool = False) -> bool:
-        """Wait until every sink, or every one of our own, has written what was emitted. Returns whether they have."""
+        """Wait until every sink, or each of our own, has written what was emitted. Returns whether all have."""
         deadline = time.monotonic() + timeout
         queues = self._queues[: self._own] if own else self._queues
-        # A list, so that each queue is flushed even when an earlier one could not be.
+        # A list, so that each queue is flushed even if an earlier one fails.
         done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in queues]
         return all(done)
 
     def close(self, timeout: float = 10.0, before_store: Callable[[], None] = lambda: None) -> None:
-        """The store, which is first, closes last: what the others say while they close still reaches it.
+        """Close the sinks, the store last, so that what the others report while closing still reaches it.
 
-        `before_store` is called when all others are closed, and their losses are known.
+        `before_store` is called when all others are closed and their losses are known.
         """
         deadline = time.monotonic() + timeout
         for queue in self._queues:
             queue.drain(max(0.0, deadline - time.monotonic()))
-        with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
+        with contextlib.ExitStack() as stack:  # closes in reverse order, each even if another raised
             for i, queue in enumerate(self._queues):
-                stack.callback(queue.close, timeout)  # one that works but is slow gets its time; a failing one does not
+                stack.callback(queue.close, timeout)  # a slow sink gets its time; a failing one does not
                 if i == 0:
                     stack.callback(before_store)
 
     @property
     def losses_of_store(self) -> dict[str, int]:
-        """How many records the first sink has lost, by cause: «sqlite: sink failed»."""
+        """The number of records that the first sink has lost, by cause: «sqlite: sink failed»."""
         return {f"{queue.name}: {cause}": count for queue in self._queues[:1] for cause, count in queue.lost.items()}
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
-    """Only the first sink, the store, spills: what it could not take comes back into it from its own folder."""
+    """Pair each sink with whether it spills: only the first, the store, which reads back its own folder."""
     return [(sink, index == 0) for index, sink in enumerate(sinks)]
 
 
 def _with_blocks(ignored: tuple[type, ...]) -> tuple[type, ...]:
-    """Add the blocks to the ignored kinds of which all that they stand for is ignored."""
+    """Add block types to the ignored kinds if everything they represent is ignored."""
     measured = (Measurements,) if {Metric, LayerStats, Sketch} <= {*ignored} else ()
     return *ignored, *measured, *((Transfers,) if Transfer in ignored else ())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that found no room in memory, or no sink at the end: kept in files, JSON lines with a checksum in front.
+"""Records for which there was no room in memory, or no sink at the end: kept in files of JSON lines with a checksum.
 
-An important record is a line of its own. Of bulk, a line holds a payload of the wire format, and the runs that it is
-about.
+An important record is a line of its own. A line of bulk holds a payload of the wire format, and the runs that it
+concerns.
 
-A file is locked as long as its queue lives, so that `drain_spill` takes over only what a dead process left behind.
-JSON and not pickle: whoever can write into the folder must not be able to run code in the next process.
+A file is locked as long as its queue lives, so that `drain_spill` only takes over what a dead process left behind. JSON
+rather than pickle: write access to the folder must not allow running code in the next process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedvitals.transport.wire.payload import decode, encode
 
 try:
     import fcntl
-except ImportError:  # Windows: there an open file cannot be removed, which protects it as well
+except ImportError:  # Windows, where an open file cannot be removed, which protects it as well
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -40,12 +40,12 @@ logger = logging.getLogger("fedvitals.telemetry")
 KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot | Truth]] = {
     kind.__name__: kind for kind in (Run, Event, Finding, Action, Snapshot, Truth)
 }
-BULK = "bulk"  # kind of a line, and name of the files that hold such lines
-BULK_BYTES = 1 << 30  # that a file of bulk may take on the disk
+BULK = "bulk"  # kind of a line, and the name of the files that hold such lines
+BULK_BYTES = 1 << 30  # maximum size of a bulk file on disk
 
 
 def to_json(record: Record) -> str:
-    """The record on one line; only for the kinds that are important (see `measurements.is_important`)."""
+    """Return the record on one line; only for the kinds that are important (see `measurements.is_important`)."""
     kind = type(record).__name__
     if kind not in KINDS:
         raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")
@@ -63,7 +63,7 @@ def _with_checksum(content: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BulkLine:
-    """A line of a file of bulk: how many elements of a queue it ends, and for how many records it stands."""
+    """A line of a bulk file: how many elements of a queue it completes, and how many records it represents."""
 
     content: bytes
     elements: int
@@ -71,7 +71,7 @@ class BulkLine:
 
 
 def bulk_lines(telemetry: Sequence[Emitted]) -> Iterator[BulkLine]:
-    """Yield lines that hold these: one, unless a payload would be too large. A record too large for any is left out."""
+    """Yield lines that hold these: one, unless a payload would be too large. A record that fits in none is left out."""
     batch: list[Telemetry] = []
     for item in telemetry:
         batch += item.records() if isinstance(item, Transfers) else (item,)
@@ -91,7 +91,7 @@ def bulk_lines(telemetry: Sequence[Emitted]) -> Iterator[BulkLine]:
 
 
 def bulk_parts(bulk: Sequence[Emitted], size: int) -> Iterator[list[Emitted]]:
-    """Cut bulk into parts of about `size` records each."""
+    """Split bulk into parts of about `size` records each."""
     part, count = list[Emitted](), 0
     for record in bulk:
         part.append(record)
@@ -104,7 +104,7 @@ def bulk_parts(bulk: Sequence[Emitted], size: int) -> Iterator[list[Emitted]]:
 
 
 def from_line(line: bytes) -> list[Telemetry]:
-    """Return what a line holds. Raises RecordError if it is damaged; lines of older files have no checksum."""
+    """Return the content of a line. Raises RecordError if it is damaged; lines of older files have no checksum."""
     content = _content_of(line)
     if not content.startswith(b'{"kind": "%b"' % BULK.encode()):
         return [from_json(content)]
@@ -124,7 +124,7 @@ def _content_of(line: bytes) -> bytes:
 
 
 def from_json(line: str | bytes) -> Record:
-    """The record back from `to_json`; tuples inside free-form data have become lists."""
+    """Return the record from `to_json`; tuples inside free-form data have become lists."""
     try:
         content = json.loads(line)
         kind, fields = KINDS[content["kind"]], content["record"]
@@ -143,7 +143,10 @@ def from_json(line: str | bytes) -> Record:
 
 
 def _place(where: Mapping[str, Any]) -> Where:
-    """Where a record belongs. One in a round that is no integer is kept, in no round: a store cannot take it else."""
+    """Return where a record belongs.
+
+    One with a non-integer round is kept without a round, as a store could not take it.
+    """
     wrong = {name: None for name in ("round", "step") if type(where.get(name)) not in (int, type(None))}
     texts = {name: str(where[name]) for name in ("node", "group") if where.get(name) is not None}
     return Where(**{**where, **texts, **wrong})
@@ -155,13 +158,13 @@ def _table(table: Mapping[str, Any]) -> LayerTable:
 
 
 class Spill:
-    """A file of records that waits for the sink: appended at the end, read from the front.
+    """A file of records that wait for the sink: appended at the end, read from the front.
 
-    Writing and reading may happen on two threads, one each. Nothing is made on disk before the first record.
+    Writing and reading may happen on two threads, one each. Nothing is created on disk before the first record.
     """
 
     def __init__(self, folder: Path, sink: str) -> None:
-        self.waiting = 0  # records that were appended and not yet read; whoever appends and reads keeps the count
+        self.waiting = 0  # records appended and not yet read; the callers that append and read keep the count
         self.folder = folder
         self._name = f"spill-{sink}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._end = 0
@@ -179,8 +182,8 @@ class Spill:
         self.append_line(to_line(record))
 
     def append_line(self, line: bytes) -> None:
-        """Write one line through to the operating system. Raises OSError, and leaves no part of it, if that fails."""
-        if self._closed:  # a new file would take the place of the one that waits for the next process
+        """Write one line through to the operating system. If that fails, raises OSError and leaves no partial line."""
+        if self._closed:  # a new file would replace the one that waits for the next process
             raise OSError(f"The file is closed: {self.path}")
         writer = self._writer or self._open()
         written = 0
@@ -188,7 +191,7 @@ class Spill:
             written = writer.write(line)
         finally:
             if written != len(line):
-                # The disk is full. Half a line would spoil the next one.
+                # The disk is full. A partial line would corrupt the next one.
                 with contextlib.suppress(OSError):
                     writer.truncate(self._end)
         if written != len(line):
@@ -197,26 +200,26 @@ class Spill:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """The size of the file in bytes."""
         return self._end
 
     def read(self, count: int) -> list[Telemetry]:
-        """The records of the next `count` lines in order; a line that cannot be read is left out and logged."""
+        """Return the records of the next `count` lines in order; unreadable lines are left out and logged."""
         if self._reader is None:
             self._reader = self.path.open("rb")
         return [record for batch in _batches(self._reader, count) for record in batch]
 
     def clear(self) -> None:
-        """Forget what was read: everything has reached the sink."""
+        """Discard what was read, since everything has reached the sink."""
         if self._writer is not None and self._reader is not None:
             self._writer.truncate(0)
             self._end = 0
-            # A reader that only seeks back would still serve the old lines from its buffer.
+            # A reader that only seeks back would still return the old lines from its buffer.
             self._reader.close()
             self._reader = None
 
     def close(self, *, keep: bool) -> None:
-        """Let go of the file, for the next process to find if `keep`."""
+        """Release the file; with `keep`, it stays for the next process."""
         self._closed = True
         if self._writer is not None and not keep:
             with contextlib.suppress(OSError):
@@ -224,7 +227,7 @@ class Spill:
         self.detach()
 
     def detach(self) -> None:
-        """Close the descriptors and leave the file as it is; in a forked child the parent keeps its lock."""
+        """Close the descriptors and leave the file unchanged; in a forked child the parent keeps its lock."""
         for handle in (self._writer, self._reader):
             if handle is not None:
                 handle.close()
@@ -232,7 +235,7 @@ class Spill:
 
     def _open(self) -> IO[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Locked under another name first: a drainer must never see it unlocked.
+        # Locked under another name first, so that no drainer ever sees it unlocked.
         newborn = self.path.with_suffix(".new")
         writer = newborn.open("ab", buffering=0)
         try:
@@ -246,22 +249,22 @@ class Spill:
 
 
 def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Telemetry]:
-    """Every record that dead processes left in a folder (of one sink, or of all), oldest file first, bulk last.
+    """Yield every record that dead processes left in a folder (of one sink, or of all), oldest file first, bulk last.
 
-    A file is removed when the caller comes back for more after its last record. Whoever stops before that, or dies,
-    leaves it for the next time: delivered twice, a record is stored once.
+    A file is removed when the caller asks for more after its last record. If the caller stops before that, or dies, the
+    file stays for the next time: a record delivered twice is stored once.
     """
     for batch in _drained(folder, sink):
         yield from batch
 
 
 def _drained(folder: Path, sink: str | None = None) -> Iterator[list[Telemetry]]:
-    """The same, line by line."""
+    """Yield the same, line by line."""
     paths = Path(folder).glob(f"spill-{sink or '*'}-*.jsonl")
     for path in sorted(paths, key=lambda path: (_is_bulk(path), path.stat().st_mtime_ns, path.name)):
         try:
             file = path.open("r+b")
-        except OSError:  # another process drained it meanwhile, or it is no file
+        except OSError:  # another process drained it meanwhile, or it is not a file
             continue
         with file:
             try:
@@ -278,7 +281,7 @@ def _is_bulk(path: Path) -> bool:
 
 
 def leftover(folder: Path) -> list[Path]:
-    """The files that `drain_spill` would take: those whose queue is no more."""
+    """Return the files that `drain_spill` would take: those whose queue no longer exists."""
     files = []
     for path in sorted(Path(folder).glob("spill-*.jsonl")):
         with contextlib.suppress(OSError), path.open("r+b") as file:
@@ -288,7 +291,7 @@ def leftover(folder: Path) -> list[Path]:
 
 
 def waiting_runs(folder: Path) -> set[str]:
-    """The ids of the runs of which dead processes left records in a folder."""
+    """Return the ids of the runs whose records dead processes left in a folder."""
     runs = set[str]()
     for path in leftover(folder):
         with contextlib.suppress(OSError):
@@ -299,7 +302,7 @@ def waiting_runs(folder: Path) -> set[str]:
 
 @functools.lru_cache(maxsize=64)
 def _runs_in(path: Path, _size: int, _changed: int) -> frozenset[str]:
-    """The runs that a file is about, which is read again only when it has changed."""
+    """Return the runs that a file concerns; the file is only read again after a change."""
     runs = set[str]()
     with path.open("rb") as file:
         for line in file:
@@ -309,7 +312,7 @@ def _runs_in(path: Path, _size: int, _changed: int) -> frozenset[str]:
 
 
 def damaged_lines(folder: Path) -> int:
-    """Count the lines that cannot be read in what dead processes left; a folder in place of a file counts, too."""
+    """Count the unreadable lines that dead processes left; a folder in place of a file counts as one."""
     count = sum(path.is_dir() for path in Path(folder).glob("spill-*.jsonl"))
     for path in leftover(folder):
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -322,7 +325,7 @@ def damaged_lines(folder: Path) -> int:
 
 
 def readmit(folder: Path, sink: RecordWriter) -> None:
-    """Give a sink what earlier processes could not; a file goes once its last record is written."""
+    """Pass to a sink what earlier processes could not; a file is removed once its last record is written."""
     takes = as_sink(sink).takes_measurements
     for batch in _drained(folder):
         parts = [batch if takes else [*single_records(batch)]]
@@ -330,7 +333,7 @@ def readmit(folder: Path, sink: RecordWriter) -> None:
             part = parts.pop()
             try:
                 sink.write(part)  # type: ignore[arg-type]  # no measurements, unless it takes them
-            except RecordError as error:  # it would keep all behind it from coming back
+            except RecordError as error:  # it would block all records behind it
                 if len(part) > 1:
                     parts += [part[len(part) // 2 :], part[: len(part) // 2]]
                 else:
@@ -338,13 +341,13 @@ def readmit(folder: Path, sink: RecordWriter) -> None:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Hold the file until it is closed; raises OSError when somebody else does."""
+    """Lock the file until it is closed; raises OSError if another process holds it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _batches(file: IO[bytes], count: int | None = None) -> Iterator[list[Telemetry]]:
-    """What each of the next `count` lines holds."""
+    """Yield the contents of each of the next `count` lines."""
     while count is None or count > 0:
         line = file.readline()
         if not line:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a queue leaves out while its sink is slower than the training, so that nothing has to be lost.
+"""What a queue leaves out while its sink is slower than the training, to avoid losing records.
 
     the queue is full to   layer statistics, sketches and steps   metrics, spans and transfers
     less than 1/2          of all client-rounds                   of all client-rounds
@@ -8,10 +8,10 @@
     3/4                    of one in 8                            of one in 2; from 13/16 on of one in 4
     7/8                    of one in 16                           of one in 8; from 15/16 on of one in 16
 
-Which client-rounds these are follows from a hash of client and round: whoever is kept at a level is kept at the levels
-before it. Events, findings, and all that is about the whole round, the server or an edge is never thinned; the second
-column is for our own sinks, which take measurements as arrays. A queue that is full all the same loses its oldest bulk,
-whatever it is about, and counts it. Sinks that ignore layer statistics are not thinned.
+The client-rounds are chosen by a hash of client and round: one kept at a level is kept at all lower levels. Events,
+findings, and everything about the whole round, the server or an edge is never thinned; the second column is for our own
+sinks, which take measurements as arrays. A queue that is full nevertheless loses its oldest bulk, whatever it concerns,
+and counts it. Sinks that ignore layer statistics are not thinned.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numpy.typing as npt
 from fedvitals.measurements import NO_STEP, Emitted, MeasuredLayers, Measurements, Transfers
 from fedvitals.records import LayerStats, Metric, Sketch, Span, Transfer, is_client
 
-UNIT = 2048  # bytes that count as much as one small record does
+UNIT = 2048  # bytes that count as one small record
 
 
 def room_of(telemetry: Emitted) -> int:
-    """Return the room that it takes in a queue, in units of one small record."""
+    """Return the room that a record takes in a queue, in units of one small record."""
     if isinstance(telemetry, Transfers):
         return len(telemetry)
     if isinstance(telemetry, Measurements):
@@ -52,7 +52,7 @@ def is_kept(node: str | None, round_index: int | None, level: int) -> bool:
 
 
 def thinned(telemetry: Emitted, detail: int, rest: int) -> tuple[Emitted | None, list[str | None]]:
-    """Return what is kept at these levels (None: nothing), and the nodes of which something is left out."""
+    """Return what is kept at these levels (None: nothing), and the nodes for which something is left out."""
     if isinstance(telemetry, Measurements):
         return _thinned_measurements(telemetry, detail, rest)
     if isinstance(telemetry, Transfers):
@@ -109,16 +109,16 @@ def _rows_of(part: MeasuredLayers, kept: npt.NDArray[np.bool_]) -> MeasuredLayer
 
 @dataclass(slots=True)
 class ThinnedClientRounds:
-    """Counts the client-rounds of which something was left out; each once, unless rounds overlap."""
+    """Counts the client-rounds for which something was left out; each once, unless rounds overlap."""
 
     detail: int = 0  # client-rounds without layer statistics, sketches or steps
-    rest: int = 0  # of these, without metrics, spans and transfers as well
+    rest: int = 0  # of these, also without metrics, spans and transfers
     _round: int | None = None
     _without_detail: set[str | None] = field(default_factory=set)  # in the newest round
     _without_rest: set[str | None] = field(default_factory=set)
 
     def add(self, round_index: int | None, nodes: Sequence[str | None], rest: int) -> None:
-        """Count the nodes of which something was left out; `rest` is the level of metrics, spans and transfers."""
+        """Count the nodes for which something was left out; `rest` is the level of metrics, spans and transfers."""
         if round_index != self._round:
             self._round, self._without_detail, self._without_rest = round_index, set(), set()
         before = len(self._without_detail), len(self._without_rest)

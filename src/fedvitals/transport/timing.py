@@ -29,20 +29,20 @@ logger = logging.getLogger("fedvitals.telemetry")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# A stream of our own: that of `random` belongs to the user's training, and asking the system each time lets other
-# threads in. A child process must not go on with its parent's.
+# A random stream of our own: `random` belongs to the user's training, and asking the system each time would let other
+# threads run. A child process must not continue its parent's.
 _ids = random.Random(os.urandom(32))  # noqa: S311 - names, not secrets
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
 
 
 def new_trace() -> str:
-    """A trace id of W3C trace context: 32 hexadecimal digits."""
+    """Return a trace id of W3C trace context: 32 hexadecimal digits."""
     return f"{_ids.getrandbits(128) or 1:032x}"
 
 
 def new_span_id() -> str:
-    """A span id of W3C trace context: 16 hexadecimal digits."""
+    """Return a span id of W3C trace context: 16 hexadecimal digits."""
     return f"{_ids.getrandbits(64) or 1:016x}"
 
 
@@ -77,7 +77,7 @@ class Timed:
 
     def __init__(self, name: str | None, attributes: dict[str, Any]) -> None:
         self.name = name or "block"
-        if self.name in NESTED:  # which say what a round was
+        if self.name in NESTED:  # reserved names, which describe rounds
             self.name = f"own.{self.name}"
         self.attributes = {f"own.{key}" if key in WRITTEN_BY_TIMED else key: attributes[key] for key in attributes}
         self._named = name is not None
@@ -122,7 +122,7 @@ class Timed:
 
 
 class _Block:
-    """One measurement under way."""
+    """One measurement in progress."""
 
     def __init__(self, name: str, attributes: dict[str, Any]) -> None:
         self.name = name
@@ -146,7 +146,7 @@ class _Block:
             return
         try:
             current.reset(self.token)
-        except ValueError:  # an async generator may be closed from another context, which never saw our scope
+        except ValueError:  # an async generator may be closed in another context, without our scope
             logger.debug("%s ended in another context than it began in.", self.name)
         where = Where(scope.run, scope.round, scope.node, group=scope.group)
         attributes = dict(self.attributes)
@@ -164,7 +164,7 @@ def _emit(scope: Scope, record: Record) -> None:
     try:
         scope.emit(record)
     except Exception as problem:  # noqa: BLE001 - the user's own exception, if any, must get through
-        # Without a traceback: that would show the user's exception, too, whose words are not ours to tell.
+        # Without a traceback, which would also show the user's exception, whose text must not be passed on.
         logger.warning("A %s could not be handed over: %s.", type(record).__name__, type(problem).__name__)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""W3C trace context: a server's span goes out with a message, so that what a client does becomes its child.
+"""W3C trace context: a server's span travels with a message, so that the client's work becomes its child.
 
     headers = carried(scope, node="c7")                    # server: into the message that asks the client
     with entered(arrived(headers, emit)):                  # client: `timed` and log lines are now inside that span
         train()
 
-`carried` gives `traceparent`, and W3C `baggage` with run, round and node: texts by name, which any message can hold
+`carried` returns `traceparent`, and W3C `baggage` with run, round and node: texts by name, which any message can hold
 (HTTP headers, gRPC metadata, a ConfigRecord of Flower). The reply may carry the client's own in the same way.
 """
 
@@ -25,13 +25,13 @@ from fedvitals.transport.timing import new_span_id, new_trace
 
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _CARRIED = {"run": names.RUN, "round": names.ROUND, "node": names.NODE, "group": names.GROUP}
-LONGEST = 8192  # characters of a baggage, as the standard has it
+LONGEST = 8192  # characters of a baggage, by the standard
 NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """What a header says: the trace, the span that is the parent of what follows, and whether anybody records it."""
+    """The content of a header: the trace, the parent span of what follows, and whether anything records it."""
 
     trace: str
     span: str
@@ -42,14 +42,14 @@ class TraceParent:
 
 
 def traceparent(scope: Scope) -> str:
-    """The header that makes the scope's span the parent of whatever its receiver does."""
+    """Return the header that makes the scope's span the parent of whatever its receiver does."""
     return str(TraceParent(scope.trace or new_trace(), scope.span or new_span_id()))
 
 
 def read_traceparent(header: object) -> TraceParent | None:
-    """What a header says; None for anything that the standard does not allow, upon which a new trace begins.
+    """Return the content of a header; None for anything that the standard does not allow, which starts a new trace.
 
-    A version that does not exist yet is read as far as its beginning is that of version 00, as the standard asks.
+    A future version is read as far as it begins like version 00, as the standard requires.
     """
     match = _HEADER.fullmatch(header.strip(" \t")) if isinstance(header, str) and len(header) <= LONGEST else None
     if match is None:
@@ -61,7 +61,7 @@ def read_traceparent(header: object) -> TraceParent | None:
 
 
 def carried(scope: Scope, *, node: str | None = None, group: str | None = None) -> dict[str, str]:
-    """The headers for a message out of this scope: `traceparent` and `baggage`; `node`: the client that it goes to."""
+    """Return the headers for a message from this scope: `traceparent` and `baggage`; `node`: the receiving client."""
     fields = {"run": scope.run, "round": scope.round, "node": node or scope.node, "group": group or scope.group}
     pairs = [f"{_CARRIED[name]}={urllib.parse.quote(str(v), safe='')}" for name, v in fields.items() if v is not None]
     return {"traceparent": traceparent(scope), "baggage": ",".join(pairs)}
@@ -70,9 +70,9 @@ def carried(scope: Scope, *, node: str | None = None, group: str | None = None) 
 def arrived(
     headers: Mapping[str, str], emit: Callable[[Any], None], *, node: str | None = None, run: str | None = None
 ) -> Scope:
-    """The scope that a message came out of, for its receiver; `node` and `run` where these know better.
+    """Return the scope that a message came from, for its receiver; `node` and `run` override the headers.
 
-    Headers come from elsewhere: what cannot be is left out. Without a run there is no scope: a ConfigError.
+    Headers come from other machines, so invalid parts are left out. ConfigError without a run.
     """
     by_name = {str(name).lower(): value for name, value in headers.items()}
     parent, fields = read_traceparent(by_name.get("traceparent")), _baggage(by_name.get("baggage"))
@@ -95,7 +95,7 @@ def arrived(
 
 @contextlib.contextmanager
 def entered(scope: Scope) -> Iterator[Scope]:
-    """Inside, the code stands in the scope: `timed` blocks are children of its span."""
+    """Context that runs inside the scope: `timed` blocks are children of its span."""
     token = current.set(scope)
     try:
         yield scope
@@ -109,7 +109,7 @@ def _baggage(header: object) -> dict[str, str]:
     fields = {name: field for field, name in _CARRIED.items()}
     texts = {}
     for pair in header.split(","):
-        name, _, value = pair.partition(";")[0].partition("=")  # behind «;» stand properties, of which we have none
+        name, _, value = pair.partition(";")[0].partition("=")  # properties follow «;», and are not used here
         text = urllib.parse.unquote(value.strip())
         if name.strip() in fields and 0 < len(text) <= NAME and text.isprintable():
             texts[fields[name.strip()]] = text

@@ -109,7 +109,7 @@ class CorrectionTrials:
         self._numbers = itertools.count(1)
         self._trend_since = BEGINNING  # the last restore; earlier losses do not belong to the trend after it
 
-    # -- input -------------------------------------------------------------------------------------------------------
+    # -- input --------------------------------------------------------------------------------------------------------
 
     def add_finding(self, finding: Finding) -> None:
         """Add a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""

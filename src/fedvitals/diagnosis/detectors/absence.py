@@ -171,7 +171,7 @@ def _disconnected(history: History, round_index: int, away: Mapping[Node, int]) 
         )
 
 
-# -- silently missing clients ----------------------------------------------------------------------------------------
+# -- silently missing clients -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -124,7 +124,7 @@ def _rate_numbers(rates: list[ServerStep]) -> list[Number]:
     return [Number("the server's step against the clients' mean", rates[-1].rate, 1.0, of="limit")] if rates else []
 
 
-# -- divergence and oscillation --------------------------------------------------------------------------------------
+# -- divergence and oscillation ---------------------------------------------------------------------------------------
 
 
 def divergence(history: History, round_index: int) -> Iterator[Finding]:
@@ -222,7 +222,7 @@ def _swings(losses: MetricCurve) -> bool:
     return int(turns.sum()) >= 3
 
 
-# -- slow progress and plateaus --------------------------------------------------------------------------------------
+# -- slow progress and plateaus ---------------------------------------------------------------------------------------
 
 
 def slow_progress(history: History, round_index: int) -> Iterator[Finding]:
@@ -282,7 +282,7 @@ def _slow_finding(issue: str, losses: MetricCurve, rates: list[ServerStep], roun
     return finding(issue, round_index, text, confidence=0.95, since=round_index - 1, numbers=numbers)
 
 
-# -- overfitting and client drift ------------------------------------------------------------------------------------
+# -- overfitting and client drift -------------------------------------------------------------------------------------
 
 
 def client_drift(history: History, round_index: int) -> Iterator[Finding]:

@@ -329,7 +329,7 @@ def _measured_units(history: History, round_index: int, issue: str) -> Iterator[
         )
 
 
-# -- initialisation --------------------------------------------------------------------------------------------------
+# -- initialisation ---------------------------------------------------------------------------------------------------
 
 
 def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]:

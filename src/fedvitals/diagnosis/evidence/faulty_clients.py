@@ -214,7 +214,7 @@ def _outlying_signs(trend: EvidenceTrend, index: int, *, telemetry: bool) -> lis
     ]
 
 
-# -- statements about every client -------------------------------------------------------------------------------------
+# -- statements about every client ------------------------------------------------------------------------------------
 
 LOCATOR = FaultyClientLocator()
 DETECTORS: tuple[Detector, ...] = (LOCATOR,)

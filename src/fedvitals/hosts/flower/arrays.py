@@ -17,7 +17,7 @@ from fedvitals.hosts.array_models import BUFFERS, Values
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
+PLAIN = b"\x93NUMPY\x01\x00"  # the first bytes of an array, version 1
 HEADER = 10 + 65_535  # bytes at most
 
 
@@ -28,7 +28,7 @@ def model_of(content: RecordDict) -> ArrayRecord | None:
 
 
 def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
-    """Return the trained arrays by name, read-only; `layers`: names to use instead of the wire's numbers.
+    """Return the trained arrays by name, read-only; `layers`: names to use instead of the transport's numbers.
 
     Raises whatever NumPy raises if an array cannot be read.
     """
@@ -36,12 +36,12 @@ def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) 
 
 
 def read_arrays(record: Mapping[str, Array]) -> dict[str, Values | None]:
-    """Return all arrays by the wire's names, read-only; None in place of those that cannot be read."""
+    """Return all arrays by their transport names, read-only; None for those that cannot be read."""
     return {name: _read(array) for name, array in record.items()}
 
 
 def trained_of(read: Mapping[str, Values | None], layers: Sequence[str] | None = None) -> dict[str, Values]:
-    """Return the arrays that are trained, of those that were read, under the names of `layers` if these are given."""
+    """Return the trained arrays among those that were read, named by `layers` if given."""
     named = with_layer_names(read, layers)
     return {
         name: values
@@ -65,8 +65,9 @@ def _read(array: Array) -> Values | None:
 
 
 def _in_place(array: Array) -> Values:
-    """Return an array over its own bytes where possible: copying a large model costs more than everything computed
-    here.
+    """Return an array over its own bytes if possible.
+
+    Copying a large model costs more than everything computed here.
     """
     if array.stype == "numpy.ndarray" and array.data[:8] == PLAIN:
         file = io.BytesIO(array.data[:HEADER])
@@ -79,7 +80,7 @@ def _in_place(array: Array) -> Values:
 
 
 def with_layer_names(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
-    """Return the record's entries under the names of `layers`, if these are given."""
+    """Return the record's entries, named by `layers` if given."""
     if layers is None:
         return dict(record)
     if len(layers) != len(record):

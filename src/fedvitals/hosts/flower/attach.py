@@ -45,9 +45,9 @@ def attach(
     """
     if not isinstance(monitor, Monitor):
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
-    if isinstance(what, type):  # hooked, all its objects would be
+    if isinstance(what, type):  # hooking the class would affect all its instances
         raise ConfigError(f"attach() takes a strategy, not its class: {what.__name__}(...), and not {what.__name__}.")
-    if in_replay():  # the app's own code is run again: there is nothing to watch
+    if in_replay():  # the app's own code is run again: nothing is to be watched
         return what
     known = getattr(what, MARK, None)
     if known is not None:
@@ -84,19 +84,20 @@ def attach(
 
 
 class _FlowerRunSetup:
-    """Marks the monitor's run as one of Flower when its first grid is seen, because only the grid knows the run's
-    id.
+    """Marks the monitor's run as one of Flower when its first grid is seen.
+
+    Only the grid knows the run's id.
     """
 
     def __init__(self, monitor: Monitor, strategy: str, most: int) -> None:
         self._monitor, self._strategy, self._most, self._done = monitor, strategy, most, False
 
     def check(self) -> None:
-        """Raise ConfigError now for settings that cannot work, instead of when the federation runs."""
+        """Raise ConfigError early for settings that cannot work, rather than when the federation runs."""
         self._monitor.host.describe("flower", {"flower": self._config()}, most=self._most)
 
     def _config(self, run: Any = None) -> dict[str, Any]:
-        """Return what is known of a run: its strategy, Flower's version, and of Flower's run its id and app."""
+        """Return what is known of a run: its strategy, Flower's version, and the id and app of Flower's run."""
         config = {"strategy": self._strategy, "flwr": version("flwr")}
         if getattr(run, "run_id", None) is not None:
             config["run"] = str(run.run_id)
@@ -110,7 +111,7 @@ class _FlowerRunSetup:
         if self._done:
             return
         self._done = True
-        with suppress(ConfigError):  # a store that cannot be is told of when it is opened
+        with suppress(ConfigError):  # an unusable store is reported when it is opened
             file = self._monitor.file
             asking = "" if file is None else f" --store {shlex.quote(str(file))}"
             logging.getLogger("flwr").info("fedvitals watches: fedvitals show %s%s", self._monitor.run.id, asking)
@@ -123,4 +124,4 @@ class _FlowerRunSetup:
         try:
             self._monitor.host.describe("flower", config, trace=trace, most=self._most)
         except ConfigError:
-            return  # watching already: something was told before the federation began, and stays as it is
+            return  # already started: something was reported before the federation began, and stays unchanged

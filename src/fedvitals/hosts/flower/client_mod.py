@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client's side: a mod around the user's handler that measures, and sends the numbers along with the reply.
 
-First in the list of mods, it sees what really leaves the machine. It changes no request, no result and no weight; an
-error on our side costs only telemetry.
+First in the list of mods, it sees what actually leaves the machine. It changes no request, no result and no weight; an
+error on our side only costs telemetry.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fedvitals")
 Handler = Callable[[Message, Context], Message]
 TRAIN = "train"
-NAME = "name"  # in a SuperNode's --node-config, where it has no partition
-PARTITION = "partition-id"  # what Flower's engines and examples call a client's share of the data
+NAME = "name"  # in a SuperNode's --node-config, if it has no partition
+PARTITION = "partition-id"  # the name in Flower's engines and examples for a client's share of the data
 
 
 def client_mod(
@@ -81,7 +81,7 @@ def client_mod(
 
 
 def _checked(probes: Any) -> Preset | str:
-    """Return the probes. A name stays a name: its probes import torch, and are created when a model is watched."""
+    """Return the probes. A name stays a name: its probes import torch, and are created once a model is watched."""
     if isinstance(probes, str):
         check_name(probes)
         return probes
@@ -165,7 +165,7 @@ class ClientMod:
         return taped
 
     def _worker(self, message: Message, context: Context, call_next: Handler) -> WorkerObserver:
-        """Return the observer of one message; its span is the child of the message's own, which the server reports."""
+        """Return the observer of one message; its span is a child of the message's own, which the server reports."""
         level = self._policy.level
         hiding = hiding_mods(call_next)
         if hiding and level > LEVEL:
@@ -177,14 +177,14 @@ class ClientMod:
             preset=self._preset,
             policy=PrivacyPolicy(level, self._policy.cohort, self._policy.tracebacks and not hiding),
             strict=False,
-            round=None,  # which it is, the server knows
+            round=None,  # known to the server
             trace=trace_id(context.run_id),
             span=journey_id(message.metadata.message_id),
             known=frozenset(),
             initial=None,
             turn=Turn(round_of_message(message)),
         )
-        worker.payload()  # what is left of a message that failed: it would ride with another client's reply
+        worker.payload()  # left over from a failed message: it would be sent with another client's reply
         return worker
 
     def _scope(self, worker: WorkerObserver | None, message: Message, context: Context) -> Any:
@@ -197,8 +197,9 @@ class ClientMod:
 
     @contextmanager
     def _training(self, worker: WorkerObserver, node: str) -> Iterator[None]:
-        """Open the scope of a client that trains. Unless the user chose a level, what is measured of a model that
-        Opacus trains does not leave the client.
+        """Open the scope of a client that trains.
+
+        Unless the user chose a level, measurements of a model that Opacus trains do not leave the client.
         """
         with worker.client(node):
             scope = current.get()
@@ -219,7 +220,7 @@ class ClientMod:
         with watch(model, **more) as observer:
             try:
                 yield observer
-            finally:  # it may have been made private meanwhile; what was measured is reported when `watch` ends
+            finally:  # it may have become private meanwhile; measurements are reported when `watch` ends
                 self._guarded("looking for Opacus", restrict)
 
     def _warn_once(self, text: str, *words: Any) -> None:
@@ -230,7 +231,7 @@ class ClientMod:
     def _payload(
         self, worker: WorkerObserver | None, message: Message, context: Context, reply: Message, request_bytes: int
     ) -> bytes | None:
-        """Return the telemetry of a message, of as many bytes as the server allows; None where it cannot ride along."""
+        """Return the telemetry of a message, within the server's byte limit; None if it cannot be attached."""
         if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
             return None
         node = node_name(context.node_id)
@@ -244,7 +245,7 @@ class ClientMod:
         return worker.payload(most=telemetry_budget(max(request_bytes, bytes_of(reply.content))))
 
     def _report_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
-        """Report statistics per layer of the update, where the privacy level allows it."""
+        """Report statistics per layer of the update, if the privacy level allows it."""
         sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
         if sent is None or got is None or [*sent] != [*got]:
             return
@@ -262,7 +263,7 @@ class ClientMod:
 
 
 def _identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a SuperNode keeps when it comes back under another id: its partition, or a digest of its name.
+    """Return what identifies a SuperNode that returns under another id: its partition, or a digest of its name.
 
     The name itself is text, which does not leave the client; the server only compares digests.
     """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which SuperNodes are connected, by Flower's own word: the grid's list of nodes, and error replies that a node is
-unavailable.
+"""Which SuperNodes are connected, according to Flower: the grid's node list, and error replies for unavailable nodes.
 
-A node that has gone from the list is asked no more, so that nothing else would ever tell of it. Only changes are
-reported, `client.disconnected` and `client.connected`: at a round's end, or at once where a strategy asks for the list
-again and again, because it waits for more nodes and the round may have no end.
+A node missing from the list is no longer asked, so nothing else would ever reveal its absence. Only changes are
+reported, as `client.disconnected` and `client.connected`: at a round's end, or at once if a strategy asks for the list
+repeatedly, because it waits for more nodes and the round may never end.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any
 
 from fedvitals.hosts.flower.reply_envelope import node_name
 
-WAITING = 3  # lists in a row without a message: the strategy waits for nodes
+WAITING = 3  # consecutive list requests without a message: the strategy waits for nodes
 Report = Callable[..., Any]  # an event: level, name, message; node= and data= by name
 
 
 class NodeConnections:
-    """Follows which nodes of a run are away."""
+    """Tracks which nodes of a run are away."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._known: set[str] = set()
         self._away: set[str] = set()
-        self._listed: set[str] | None = None  # by the newest list
-        self._chosen_from: set[str] | None = None  # the list from which this round's clients were chosen
-        self._lists = 0  # since somebody was asked
+        self._listed: set[str] | None = None  # in the newest list
+        self._chosen_from: set[str] | None = None  # the list that this round's clients were chosen from
+        self._lists = 0  # since a node was asked
 
     def listed(self, ids: Iterable[int]) -> None:
-        """Take the grid's list of connected nodes."""
+        """Update from the grid's list of connected nodes."""
         self._listed = {node_name(node_id) for node_id in ids}
         self._lists += 1
         if self._lists >= WAITING:
@@ -44,7 +43,7 @@ class NodeConnections:
             self._chosen_from = set(self._listed)
 
     def unavailable(self, node: str) -> None:
-        """Note that Flower answered in a node's place that it is not there; the reply itself is reported as such."""
+        """Note that Flower answered for an unavailable node; the reply itself is reported as such."""
         self._away.add(node)
         for older in (self._listed, self._chosen_from):
             if older is not None:
@@ -56,7 +55,7 @@ class NodeConnections:
             self._back(node)
 
     def round_ends(self) -> None:
-        """Report who is gone from this round's list, and who is in it again."""
+        """Report nodes that are missing from this round's list, and those that are back."""
         listed, self._chosen_from = self._chosen_from, None
         if listed is not None:
             self._compare(listed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply the monitor's corrections to a Flower run: to replies, and to the model.
 
-Only where the user asked for it, `Monitor(cure="auto")`.
+Only if the user requested it with `Monitor(cure="auto")`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FlowerCorrections(FollowedCorrections[ArrayRecord]):
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(observer, self._obstacle_to)
-        self.aggregates = False  # whether what the server makes of the replies passes through our hands
+        self.aggregates = False  # whether the server's aggregate passes through our hooks
 
     def _obstacle_to(self, action: Action) -> str | None:
         if action.kind in TENSOR_KINDS and not torch_is_installed():
@@ -56,7 +56,7 @@ def correct_reply(
 
         change = array_models.difference_of(start, got).tensors()
         norm = float(torch.linalg.vector_norm(change.vector.double()))
-        if norm > in_force.max_update_norm:  # what is not finite stays what it is: others shall see it
+        if norm > in_force.max_update_norm:  # a non-finite update is left unchanged, so that others can see it
             share = in_force.max_update_norm / norm
             shorter = {n: torch.tensor(start[n]) + c * share for n, c in zip(got, change, strict=True)}
             key = next(k for k, record in reply.content.items() if record is model)
@@ -72,9 +72,9 @@ def correct_reply(
 def with_robust_aggregate(
     rule: RobustRule, replies: Sequence[Message], start: Mapping[str, Tensor], layers: Sequence[str] | None
 ) -> list[Message]:
-    """Return the replies, each with the robust aggregate of all in place of its own model.
+    """Return the replies, each with its own model replaced by the robust aggregate of all.
 
-    The user's strategy still runs: it averages equal models, and steps from there as it always does.
+    The user's strategy still runs: it averages equal models, and steps from there as usual.
     """
     with_model = [(reply, arrays.model_of(reply.content)) for reply in replies if reply.has_content()]
     models = [(reply, model) for reply, model in with_model if model is not None]

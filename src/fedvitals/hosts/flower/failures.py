@@ -11,7 +11,7 @@ from flwr.app import Error
 from flwr.common.constant import ErrorCode
 
 _REPLY = re.compile(r"<class '([\w.<>]{1,200})(?:\(\w{1,200}\))?'>:<'(.*?)'>(?:\n(Traceback.*))?", re.DOTALL)
-# Ray puts the texts of an exception and of its causes into one, the outermost last.
+# Ray joins the texts of an exception and of its causes, the outermost last.
 _CAUSE = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following|During handling of the above) exception"
     r"[^\n]*\n\n"
@@ -22,7 +22,7 @@ RAY = "RayTaskError"
 _ACTOR = re.compile(r"ActorDiedError.*?actor_id: ([0-9a-f]{1,64})", re.DOTALL)
 _NAMES = {value: name for name, value in vars(ErrorCode).items() if isinstance(value, int)}
 LONGEST = 20_000  # characters of a traceback
-NODE_UNAVAILABLE, APP_CRASHED = 5, 8  # codes, which the oldest version does not have by name
+NODE_UNAVAILABLE, APP_CRASHED = 5, 8  # error codes, which the oldest version does not name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ClientFailure:
 
 
 def dead_process(error: Error) -> str | None:
-    """Return the id of the Ray actor that died, where that is why there is no answer; else None.
+    """Return the id of the Ray actor that died, if that is why there is no answer; else None.
 
-    Flower's simulation puts a dead actor back into its pool, and gives it the next clients' messages: only the first of
+    Flower's simulation returns a dead actor to its pool, and gives it the next clients' messages: only the first of
     these errors belongs to the client in whose training it died.
     """
     match = _ACTOR.search(str(error.reason or "")[:LONGEST])
@@ -45,7 +45,7 @@ def dead_process(error: Error) -> str | None:
 
 
 def client_failure_of(error: Error, phase: str) -> ClientFailure:
-    """Return `client.failed`, or `client.dropped_out` where the node is no longer there."""
+    """Return `client.failed`, or `client.dropped_out` if the node is gone."""
     code, reason = int(error.code), str(error.reason or "")
     kind = "WorkerDied" if code == APP_CRASHED else _NAMES.get(code, f"ERROR_{code}")
     text, frames = reason[:LONGEST].partition("\n")[0] or kind, None
@@ -62,9 +62,9 @@ def client_failure_of(error: Error, phase: str) -> ClientFailure:
 
 
 def _raised_on_ray(reason: str) -> tuple[str, str]:
-    """Return the class and the words of what a client raised in a process of Ray, from the text that Ray makes of it.
+    """Return the class and text of an exception raised by a client in a Ray process, from Ray's own text.
 
-    The text has the traceback of the client's own exception, and then that of Flower's ClientAppException around it.
+    It has the traceback of the client's own exception, followed by that of Flower's ClientAppException around it.
     """
     text = _ESCAPES.sub("", reason[-LONGEST:])
     tracebacks = _CAUSE.split(text)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the methods of a grid through which a server sends and receives everything, and learns which nodes there
-are.
+"""Hooks on the methods of a grid through which a server sends, receives, and lists nodes.
 
 They are set on the instance, so that everything that holds the grid (a strategy, a custom loop, the threads of the
 older API) works as before.
@@ -16,17 +15,17 @@ from typing import Any, Protocol
 
 from flwr.app import Message
 
-MARK = "_fedvitals"  # on a grid, a strategy: who watches it; on a reply: that it was seen
+MARK = "_fedvitals"  # on a grid or strategy: its observer; on a reply: that it was processed
 HOOKED = ("push_messages", "pull_messages", "send_and_receive", "get_node_ids")
-LATE_REPLIES_ASKED = 100  # late answers that are asked after
+LATE_REPLIES_ASKED = 100  # limit on late answers that are pulled
 
 
 class GridObserver(Protocol):
-    """Is told of each message that leaves, of each reply, which it may replace, and of the nodes that are connected."""
+    """Notified of each message sent, of each reply, which it may replace, and of the connected nodes."""
 
     @property
     def unanswered(self) -> Mapping[str, Any]:
-        """Return the messages that were given up, by id."""
+        """Return the messages that were given up on, by id."""
         ...
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
@@ -41,7 +40,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
     """Hook a grid, and return the function that removes the hooks again."""
     push, pull, both = grid.push_messages, grid.pull_messages, grid.send_and_receive
     list_nodes = grid.get_node_ids
-    calls = threading.local()  # ids that went out inside of the `send_and_receive` of this thread
+    calls = threading.local()  # ids sent within this thread's `send_and_receive`
 
     def push_messages(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[str]:
         outgoing, sent = [*messages], time.time()
@@ -54,14 +53,14 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
 
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
         ids = [*message_ids]
-        _pull_late_replies(pull, observer, ids)  # first: who answers the newer question owes nothing any more
+        _pull_late_replies(pull, observer, ids)  # first, because an answer to a newer request settles the older one
         return observer.replies_read(_read_once(pull(ids, *args, **more), observer))
 
     def send_and_receive(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[Message]:
         outgoing, sent = [*messages], time.time()
         calls.ids = set()
         replies = [*both(outgoing, *args, **more)]
-        if not calls.ids:  # a grid that sends by a way of its own
+        if not calls.ids:  # a grid with a sending method of its own
             keys = [message.metadata.message_id for message in outgoing]
             calls.ids = {key for key in keys if key}
             observer.messages_sent(outgoing, keys, sent)
@@ -76,7 +75,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
         return ids
 
     hooks = dict(zip(HOOKED, (push_messages, pull_messages, send_and_receive, get_node_ids), strict=True))
-    # What the app itself has set on its grid is put back; what waits for the first message there is not.
+    # The app's own attributes on its grid are restored; the hook that waits for the first message is not.
     before = {name: own for name in HOOKED if (own := vars(grid).get(name)) is not None and not hasattr(own, MARK)}
     for name, hook in hooks.items():
         setattr(grid, name, hook)
@@ -91,8 +90,9 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
 
 
 def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Message]:
-    """Return the replies as the observer wants them; each is read once, in the order of creation, however often it
-    passes.
+    """Return the replies as the observer wants them.
+
+    Each is read once, in the order of creation, however often it passes.
     """
     received = [*replies]
     instead: dict[int, Message] = {}
@@ -106,8 +106,10 @@ def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Messa
 def _pull_late_replies(
     pull: Callable[[list[str]], Iterable[Message]], observer: GridObserver, asked: Collection[str]
 ) -> None:
-    """Pull replies to messages that the server has given up: nobody else will ask for them, and they say why they
-    were late. Those that the app asks for itself (`asked`), as a loop without a barrier does, are the app's.
+    """Pull replies to messages that the server has given up on.
+
+    Nobody else will ask for them, and they say why they were late. Those that the app asks for itself (`asked`), as a
+    loop without a barrier does, are left to the app.
     """
     owed = [key for key in observer.unanswered if key not in asked][:LATE_REPLIES_ASKED]
     if not owed:
@@ -119,7 +121,7 @@ def _pull_late_replies(
 
 @contextmanager
 def grid_hooked(grid: Any, observer: GridObserver) -> Iterator[None]:
-    """Hook a grid inside the block; a grid that is hooked already stays as it is."""
+    """Hook a grid inside the block; a grid that is already hooked stays unchanged."""
     if getattr(grid, MARK, None) is not None:
         yield
         return

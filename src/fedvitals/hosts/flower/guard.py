@@ -4,7 +4,7 @@
     fv.flower.attach(FedAvg(), monitor, guard="drop")
 
 «drop» turns the reply into an error reply, which every strategy leaves out and Flower's own log reports. «fail» ends
-the run with an exception that names the client. «report» names the client, too, before the strategy sees the replies.
+the run with an exception that names the client. «report» only names the client, before the strategy sees the replies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MalformedReplyError(UnusableUpdateError):
 
 
 def error_reply_instead(reply: Message, request: Message, why: str) -> Message:
-    """Return an error reply in place of a reply: to the strategy, the client failed."""
+    """Return an error reply to replace a reply: for the strategy, the client failed."""
     error = Error(ErrorCode.UNKNOWN, f"fedvitals left this update out: {why}")
     instead = Message(error, reply_to=request)
     instead.metadata.__dict__["_message_id"] = reply.metadata.message_id
@@ -52,9 +52,9 @@ def error_reply_instead(reply: Message, request: Message, why: str) -> Message:
 
 
 def check_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> Message | None:
-    """Note the form of a reply that has arrived, and check its update. Returns a message to use in its place, or None.
+    """Record the form of a reply that has arrived, and check its update. Returns a message to replace it, or None.
 
-    A reply to «train» that is not of the form of its request waits until `judge_replies` sees the others.
+    A reply to «train» whose form differs from its request's waits until `judge_replies` sees the others.
     """
     if protection.masked(request.message.content) or protection.masked(reply.content):
         return None
@@ -86,7 +86,7 @@ def _check_update(
     end: Mapping[str, Values],
 ) -> Message | None:
     answers: Sequence[Action] = ()
-    if server_rounds.hidden is None and end:  # a model may be all of whole numbers, as trees are
+    if server_rounds.hidden is None and end:  # a model may consist of integers only, such as trees
         answers = server_rounds.measure_update(request, start, end)
     left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
@@ -117,10 +117,10 @@ def _refuse_nonfinite(server_rounds: ServerRounds, request: ClientRequest, why: 
 
 
 def judge_replies(server_rounds: ServerRounds, phase: str = TRAIN, *, entries: bool = False) -> dict[str, Message]:
-    """Judge the replies of a phase that wait for it, report those that do not fit, and measure the others.
+    """Judge the waiting replies of a phase, report those that do not fit, and measure the others.
 
-    `entries`: the strategy also needs the same metrics in all replies. Returns what to use in place of replies, by the
-    id of their request. Raises MalformedReplyError where the guard says so.
+    `entries`: the strategy also needs the same metrics in all replies. Returns replacements for replies, by the id of
+    their request. Raises MalformedReplyError if the guard is «fail».
     """
     checks = server_rounds.reply_checks(phase)
     instead: dict[str, Message] = {}
@@ -137,7 +137,7 @@ def judge_replies(server_rounds: ServerRounds, phase: str = TRAIN, *, entries: b
 
 
 def _judged(server_rounds: ServerRounds, checked: CheckedReply, reply: Message, why: str | None) -> Message | None:
-    """Return what to use in place of a reply that was judged; `why`: in what it does not fit. Puts it on the tape."""
+    """Return the replacement for a judged reply, and tape it; `why`: how it does not fit."""
     request, instead, taped = checked.request, None, reply
     if why is not None:
         nonfinite = update_guard.nonfinite_words(checked.after or {})
@@ -153,13 +153,13 @@ def _judged(server_rounds: ServerRounds, checked: CheckedReply, reply: Message, 
 
 
 def report_entry_misfits(server_rounds: ServerRounds, phase: str) -> None:
-    """Report the replies whose metrics are not those of most others, because the strategy could not aggregate them."""
+    """Report the replies whose metrics differ from most others', because the strategy could not aggregate them."""
     for checked, why in server_rounds.reply_checks(phase).entry_misfits():
         report_misfit(server_rounds, checked, why)
 
 
 def report_misfit(server_rounds: ServerRounds, checked: CheckedReply, why: str) -> None:
-    """Report a reply that does not fit, by the event `update.refused`. Raises where the guard says so."""
+    """Report a reply that does not fit, by the event `update.refused`. Raises if the guard is «fail»."""
     request, mode = checked.request, server_rounds.guard_mode
     left_out = " It was left out." if mode == update_guard.DROP else ""
     text = f"The reply of {request.node} to {request.phase} does not fit: {why}.{left_out}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set hooks on a strategy's own methods, for both of Flower's APIs; and the hooks of evaluation, which they share."""
+"""Set hooks on a strategy's own methods, for both of Flower's APIs; and the evaluation hooks, which they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
 
 
 class RecordEvaluation(Protocol):
-    """Records the result of an evaluation, as the API returns it. `best`: it was the server's own evaluation."""
+    """Records the result of an evaluation, as returned by the API.
+
+    `best`: whether it was the server's own evaluation.
+    """
 
     def __call__(self, server_rounds: ServerRounds, evaluation: Any, *, best: bool) -> None: ...
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that a round's messages carry, each read once, because most messages carry the same one."""
+"""The models in a round's messages, each read once, because most messages contain the same one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class KnownModels:
-    """The models of the open round. `newest`: its aggregate, once it is known."""
+    """The models of the open round. `newest`: its aggregate, once known."""
 
     def __init__(self, layers: Sequence[str] | None) -> None:
         self._layers = layers
         self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values], ReplyForm]] = {}
         self._outline: Outline | ArrayOutline | None = None
-        self._loaded: dict[str, Values] | None = None  # the values that the outline has
-        self.started: ArrayRecord | None = None  # what the open round began with
+        self._loaded: dict[str, Values] | None = None  # the values currently in the outline
+        self.started: ArrayRecord | None = None  # the model that the open round began with
         self.newest: ArrayRecord | None = None
         self.spare = ReusableVectors()
 
     def forget(self) -> None:
-        """Forget all models but the newest, which the next round begins with."""
+        """Forget all models except the newest, which the next round begins with."""
         self._read = {key: known for key, known in self._read.items() if known[0] is self.newest}
         self.started = self.newest = None
 
@@ -42,8 +42,9 @@ class KnownModels:
         return ReplyForm(None) if record is None else self._known(record)[2]
 
     def _known(self, record: ArrayRecord) -> tuple[ArrayRecord, dict[str, Values], ReplyForm]:
-        """Return what is known of a model, cached by address; the record is held as long, so that no other can have its
-        address.
+        """Return what is known of a model, cached by address.
+
+        The record is held as long, so that no other can get its address.
         """
         key = tuple(id(array.data) for array in record.values())
         if key not in self._read:
@@ -52,15 +53,16 @@ class KnownModels:
         return self._read[key]
 
     def outline(self, record: ArrayRecord) -> Outline | ArrayOutline | None:
-        """Return the outline of a model, with its values loaded; None if it has no weights that are known as such, as
-        trees that travel as bytes.
+        """Return the outline of a model, with its values loaded.
+
+        None if it has no recognisable weights, such as trees sent as bytes.
         """
         values = self.values(record)
         if not values:
             return None
         if self._outline is None or not self._outline.fits(values):
             self._outline = new_outline(values)
-        elif values is not self._loaded:  # a round mostly begins with the model that the last one ended with
+        elif values is not self._loaded:  # a round usually begins with the model that the previous one ended with
             self._outline.load(values)
         self._loaded = values
         return self._outline

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a strategy of Flower's older API (`flwr.server.strategy`), whose clients are NumPyClients.
 
-It has no grid of its own: each client's proxy holds it, and it is found when the first round is configured.
+It has no grid of its own: each client's proxy holds it, and it is taken from there when the first round is configured.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _evaluate(evaluate: Callable[..., Any], server_rounds: ServerRounds, *args: 
 
 
 def _record_evaluation(server_rounds: ServerRounds, evaluation: Any, *, best: bool) -> None:
-    """Record a loss and metrics, as the older API returns them."""
+    """Record a loss and metrics, as returned by the older API."""
     if isinstance(evaluation, tuple) and len(evaluation) == 2:
         loss, metrics = evaluation
         loss_metric = {} if loss is None else {"loss": loss}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of a reply: which arrays and metrics it holds, of what shapes, without their values.
+"""The form of a reply: its arrays and metrics with their shapes, without their values.
 
 Flower's strategies need replies of one form: the same layers, shapes and metrics in all of them. Lengths of byte arrays
-are left out, because models that travel as bytes (trees of XGBoost) differ in length.
+are ignored, because models sent as bytes (trees of XGBoost) differ in length.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ SENTENCE = 500  # characters of a reason
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """`arrays`: the form of each array by name; None where there is not exactly one model. `entries`: the names of the
-    records of arrays and of all metrics, each with its length if it is a list. `models`: how many models there are.
+    """The form of a message.
+
+    `arrays`: the form of each array by name; None if there is not exactly one model. `entries`: the names of the
+    records of arrays and of all metrics, each with its length if it is a list. `models`: the number of models.
     """
 
     arrays: frozenset[tuple[str, str]] | None
@@ -38,8 +40,9 @@ class ReplyForm:
 
 
 def form_of(content: RecordDict, arrays: Mapping[str, Values | None] | None) -> ReplyForm:
-    """Return the form of a message's content. `arrays`: its model's arrays as they were read, None for the unreadable;
-    None where there is not exactly one model.
+    """Return the form of a message's content.
+
+    `arrays`: its model's arrays as read, None for unreadable ones; None if there is not exactly one model.
     """
     entries: set[tuple[str, int | None]] = set()
     models = 0
@@ -63,7 +66,7 @@ def _form_of_array(array: Values | None) -> str:
 
 
 def array_misfit(form: ReplyForm, usual: ReplyForm) -> str:
-    """Return how a reply's arrays differ from the usual ones, as a part of a sentence."""
+    """Return how a reply's arrays differ from the usual ones, as part of a sentence."""
     if form.arrays is None:
         return f"it holds {form.models} models, where others have one" if form.models else "it holds no model"
     if form.unreadable:
@@ -81,7 +84,7 @@ def array_misfit(form: ReplyForm, usual: ReplyForm) -> str:
 
 
 def entry_misfit(form: ReplyForm, usual: ReplyForm) -> str:
-    """Return how a reply's metrics and the names of its records differ from the usual ones, as a part of a sentence."""
+    """Return how a reply's metrics and record names differ from the usual ones, as part of a sentence."""
     own, others = dict(form.entries), dict(usual.entries)
     missing = sorted(others.keys() - own.keys())
     if missing:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the replies that a strategy cannot aggregate, before it tries: another shape, other layers, unreadable bytes.
+"""Find replies that a strategy cannot aggregate, before it tries: another shape, other layers, unreadable bytes.
 
-A reply is judged by the model that its client was sent, and by the other replies of the round. A reply that has the
-form of its request fits. One that has another form fits if most others have that form, too: then the app sends
-something else than it was sent (adapters alone, compressed updates). Where there is no usual form nobody is named.
+A reply is judged by the model that its client was sent, and by the other replies of the round. A reply with the form of
+its request fits. One with another form fits if most others also have that form: then the app sends something other than
+it was sent (adapters alone, compressed updates). If there is no usual form, nobody is named.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fedvitals.hosts.flower.message_forms import ReplyForm, array_misfit, entry_
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest
 
-AGREEING = 2  # replies of one form that make it the usual one, where it is not the form of the request
+AGREEING = 2  # replies of one form that make it the usual one, if it differs from the request's
 
 
 @dataclass(slots=True)
 class CheckedReply:
     """A reply of a round: its form, and that of its request.
 
-    Only where it takes the other replies to judge it: `message`, the reply itself, and `before` and `after`, the
-    trained arrays of request and reply, as far as they can be read.
+    Only set if the other replies are needed to judge it: `message`, the reply itself, and `before` and `after`, the
+    trained arrays of request and reply, as far as readable.
     """
 
     request: ClientRequest
@@ -42,7 +42,7 @@ class CheckedReply:
 
     @property
     def waits(self) -> bool:
-        """Whether it takes the other replies to judge this one: its arrays are not those that its client was sent."""
+        """Whether the other replies are needed to judge this one: its arrays are not those that its client was sent."""
         return self.form.arrays != self.sent.arrays
 
 
@@ -61,7 +61,7 @@ class ReplyChecks:
             self.waiting.append(reply)
 
     def judge(self) -> Iterator[tuple[CheckedReply, str | None]]:
-        """Yield each reply that waits, and why it does not fit; None: it does."""
+        """Yield each waiting reply with the reason why it does not fit, or None if it does."""
         waiting, self.waiting = self.waiting, []
         for reply in waiting:
             why = self._misfit(reply)
@@ -77,9 +77,7 @@ class ReplyChecks:
         return array_misfit(reply.form, reply.sent) if reply.form.unreadable and not reply.sent.unreadable else None
 
     def entry_misfits(self) -> Iterator[tuple[CheckedReply, str]]:
-        """Yield the replies, of those whose arrays fit, whose metrics are not those of most others, and how they
-        differ.
-        """
+        """Yield the replies whose arrays fit but whose metrics differ from most others', and how they differ."""
         for reply in self.replies:
             if reply.key in self._unfitting:
                 continue

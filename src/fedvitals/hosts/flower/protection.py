@@ -15,14 +15,14 @@ from types import FrameType
 from typing import Any
 
 MODS = ("secagg_mod", "secaggplus_mod", "fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod")
-STRATEGIES = "DifferentialPrivacy"  # how the names of Flower's wrappers begin
+STRATEGIES = "DifferentialPrivacy"  # prefix of the names of Flower's wrappers
 STAGES = ("setup", "share_keys", "collect_masked_vectors", "unmask")  # of Flower's SecAgg+
-LEVEL = 1  # the most that may be told of such a federation: sums over many
-DEEPEST = 100  # frames and mods that are looked at
+LEVEL = 1  # the most that may be reported of such a federation: sums over many clients
+DEEPEST = 100  # frames and mods examined
 
 
 def hiding_mods(call_next: Any) -> list[str]:
-    """Return the names of protecting mods around the caller and inside of what it calls."""
+    """Return the names of protecting mods around the caller and inside what it calls."""
     mods = (*_outside(), *_inside(call_next))
     names = [getattr(mod, "__name__", None) or type(mod).__name__ for mod in mods]
     return [name for name in names if name in MODS]
@@ -51,10 +51,10 @@ def innermost(call_next: Any) -> Any:
 
 @dataclass(slots=True)
 class SecureRound:
-    """How far the secure aggregation of a round came. `stage`: the last one that clients were asked for, if any."""
+    """Progress of a round's secure aggregation. `stage`: the last one that clients were asked for, if any."""
 
     stage: str | None = None
-    aggregated: bool = False  # whether the strategy was given the sum, or raised while it aggregated
+    aggregated: bool = False  # whether the strategy received the sum, or raised while aggregating
 
     def sent(self, content: Mapping[str, Any]) -> None:
         """Note the stage of a request, if it belongs to secure aggregation."""
@@ -65,7 +65,7 @@ class SecureRound:
     def is_halted(self, *, aggregation_seen: bool) -> bool:
         """Return whether the round's secure aggregation ended without a sum.
 
-        `aggregation_seen`: whether it would be known if the strategy had been given the sum.
+        `aggregation_seen`: whether it would be known if the strategy had received the sum.
         """
         if self.stage is None or self.aggregated:
             return False

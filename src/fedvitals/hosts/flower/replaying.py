@@ -14,7 +14,7 @@ _REPLAYING: ContextVar[bool] = ContextVar("fedvitals_flower_replaying", default=
 
 
 def in_replay() -> bool:
-    """Return whether the code runs inside of `replaying`."""
+    """Return whether the code runs inside `replaying`."""
     return _REPLAYING.get()
 
 

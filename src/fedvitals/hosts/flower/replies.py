@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one reply: take the telemetry out of it, report its times and numbers, and hand it to the guard."""
+"""Read one reply: extract its telemetry, report its times and numbers, and pass it to the guard."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
 EVALUATE = "evaluate"
-UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
-LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
+UNKNOWN = (3, 4)  # codes: the message or its reply is no longer kept, which says nothing about the client
+LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # metrics of the older API, among its settings
 
 
 def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> Message | None:
@@ -43,7 +43,7 @@ def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Messa
 
 
 def read_late_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> None:
-    """Report a reply that came after the server had given up; it changes nothing any more."""
+    """Report a reply that came after the server had given up; it has no further effect."""
     waited = at - request.sent
     if reply.has_error():
         if int(reply.error.code) not in UNKNOWN:
@@ -76,13 +76,13 @@ def _report_failure(server_rounds: ServerRounds, request: ClientRequest, reply: 
 def _read_telemetry(
     server_rounds: ServerRounds, request: ClientRequest, reply: Message, record: Any, at: float, size: int
 ) -> None:
-    """Take in the reply's telemetry, if there is any. What is wrong with it is reported of its sender only.
+    """Admit the reply's telemetry, if any. Problems with it are only reported for its sender.
 
     `size`: bytes of the reply without it.
     """
     monitor, node = server_rounds.monitor, request.node
     if record is None:
-        if request.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
+        if request.phase == TRAIN:  # a client without the mod: only the times of request and answer are known
             monitor.host.exchange(node, request.sent, request.sent, at, at)
             server_rounds.worked(request.sent, at)
         return
@@ -103,17 +103,17 @@ def _read_telemetry(
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (request.sent, envelope.received, envelope.replied, at)
         monitor.host.exchange(node, *times, started=envelope.started, span=span)
-        # A mod between ours and the wire may have compressed the reply, hardly the request.
+        # A mod between ours and the network may have compressed the reply, but hardly the request.
         largest, run = max(size, request.size), run_name(reply.metadata.run_id)
         client_telemetry.absorb_payload(monitor.host, node, run, envelope.payload, largest)
-        if stage.count > 1:  # the client reports its time of this message alone
+        if stage.count > 1:  # the client only reports its time for this message
             monitor.host.log({"time.client": stage.seconds}, node=node)
     except RecordError as error:
         client_telemetry.report_impossible(monitor.host, node, request.phase, error)
 
 
 def _report_phase_time(server_rounds: ServerRounds, request: ClientRequest, began: float, ended: float) -> None:
-    """Report how long a client worked on a request other than «train»: as a Span, and of an evaluation as a metric."""
+    """Report how long a client worked on a request other than «train»: as a Span, and for an evaluation as a metric."""
     host, seconds = server_rounds.monitor.host, ended - began
     host.span(request.node, request.phase, began - server_rounds.monitor.run.started, seconds)
     if request.phase == EVALUATE:
@@ -121,7 +121,7 @@ def _report_phase_time(server_rounds: ServerRounds, request: ClientRequest, bega
 
 
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
-    """Return when the client's handler ran, within what the server saw: all of that where its times cannot be."""
+    """Return when the client's handler ran, within what the server saw; the whole interval if that is impossible."""
     return worked_interval(sent, envelope.received, envelope.replied, returned)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The telemetry record inside a client's reply: one ConfigRecord with our wire bytes and a few times.
 
-It comes from a machine that may lie: everything in it is checked, and believed only about its sender. Requests are
-never changed. What both sides must know is derived from what Flower tells both: the ids of run and message.
+It comes from a machine that may lie: everything in it is checked, and only believed about its sender. Requests are
+never changed. What both sides must know is derived from what Flower gives both: the ids of run and message.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float,
 
 @dataclass(frozen=True, slots=True)
 class ReplyEnvelope:
-    """The telemetry of one reply. Times are the client's own, since the epoch; `cpu`: processor seconds of its
-    handler.
+    """The telemetry of one reply.
+
+    Times are the client's own, since the epoch; `cpu`: processor seconds of its handler.
     """
 
     payload: bytes
@@ -51,7 +52,7 @@ class ReplyEnvelope:
 
 
 def bytes_of(content: Mapping[str, Any]) -> int:
-    """Return the bytes of a message's records, as Flower counts them; Flower fails where a text or a list is empty."""
+    """Return the bytes of a message's records, as counted by Flower; Flower fails if a text or a list is empty."""
     return sum(_bytes_of(record) for record in content.values())
 
 
@@ -66,8 +67,8 @@ def _bytes_of(record: Any) -> int:
 def read_envelope(record: Any, source: int, node: str, away: float) -> ReplyEnvelope:
     """Return the envelope of a reply, whose times are not checked yet. Raises RecordError saying what is wrong with it.
 
-    `source`: the node that the reply came from, by Flower's metadata; `node`: the one that was asked; `away`: seconds
-    from the request to the reply, by the server's clock.
+    `source`: the node that sent the reply, by Flower's metadata; `node`: the one that was asked; `away`: seconds from
+    the request to the reply, by the server's clock.
     """
     if node_name(source) != node:
         raise RecordError(f"The reply comes from node {source}, and node {node} was asked.")
@@ -96,12 +97,12 @@ def read_envelope(record: Any, source: int, node: str, away: float) -> ReplyEnve
 
 
 def node_name(node_id: int) -> str:
-    """Return Flower's node id as a name: it stays the same from message to message, while processes come and go."""
+    """Return Flower's node id as a name: it is the same for every message, while processes come and go."""
     return str(node_id)
 
 
 def run_name(run_id: int) -> str:
-    """Return what a client calls the run; the server knows it by its id in the store."""
+    """Return a client's name for the run; the server knows it by its id in the store."""
     return f"flower-{run_id}"
 
 
@@ -122,5 +123,5 @@ def trace_id(run_id: int) -> str:
 
 
 def journey_id(message_id: str) -> str:
-    """Return the id of the span of a message's way to a client and back."""
+    """Return the id of the span of a message's journey to a client and back."""
     return hashlib.blake2b(f"flower/message/{message_id}".encode(), digest_size=8).hexdigest()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report what a Flower server does to a monitor, round by round: which clients were asked, which replied, when, and
-with what.
+"""Report a Flower server's rounds to a monitor: which clients were asked, which replied, when, and with what.
 
-Clients are known by Flower's node ids. Nothing here may stop or change the run: a failure is reported once, and the
-reply is passed on as it came.
+Clients are identified by Flower's node ids. Nothing here may stop or change the run: a failure is reported once, and
+the reply is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
 TRAIN, EVALUATE = "train", "evaluate"
-UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
+UNANSWERED_KEPT = 10_000  # unanswered messages remembered
 
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A message to a client that is on its way."""
+    """A message to a client that has not been answered."""
 
     message: Message
     node: str
@@ -53,9 +52,9 @@ class ClientRequest:
 
 @dataclass(slots=True)
 class HandlerTimes:
-    """What a client's handler took in a round, over all its messages: secure aggregation asks a client several times.
+    """The time a client's handler took in a round, over all its messages.
 
-    `cpu`: processor seconds; `seconds`: by the client's clock.
+    Secure aggregation asks a client several times. `cpu`: processor seconds; `seconds`: by the client's clock.
     """
 
     count: int = 0
@@ -70,8 +69,9 @@ class HandlerTimes:
 
 
 class ServerRounds:
-    """Follows a server's rounds. `weight`: the metric by which clients are weighted. `hidden`: what forbids
-    reporting single clients.
+    """Follows a server's rounds. `weight`: the metric by which clients are weighted.
+
+    `hidden`: the reason why single clients must not be reported.
     """
 
     def __init__(
@@ -87,28 +87,28 @@ class ServerRounds:
         self.weight, self.hidden = weight, hidden
         self.corrections = FlowerCorrections(monitor.host)
         self.models = KnownModels(layers)
-        self.tape = ServerTape(self)  # for the tape, if there is one
+        self.tape = ServerTape(self)  # records on the tape, if there is one
         self.round_index: int | None = None  # of the open round
         self._last = 0
-        self.metrics: dict[str, float] = {}  # of the open round, by the server's own evaluation
+        self.metrics: dict[str, float] = {}  # of the open round, from the server's own evaluation
         self._initial: dict[str, float] = {}  # of the model before the first round
         self._averaged: dict[str, float] = {}  # of the open round, averaged from the clients' evaluations
-        self.evaluates = False  # whether the server evaluates the model itself, be it only now and then
+        self.evaluates = False  # whether the server evaluates the model itself, even if only sometimes
         self._lock = threading.RLock()
         self._pending: dict[str, ClientRequest] = {}  # by the message's id
-        self.unanswered: dict[str, ClientRequest] = {}  # given up by the server, and still without an answer
-        # Processes that died, and with whom: see `failures.dead_process`.
+        self.unanswered: dict[str, ClientRequest] = {}  # given up by the server, and still unanswered
+        # Processes that died, and with which client: see `failures.dead_process`.
         self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
         self._checks: dict[str, ReplyChecks] = {}
         self._handler_times: dict[str, HandlerTimes] = {}
         self._secure = SecureRound()
-        self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
+        self._worked: list[tuple[float, float]] = []  # intervals of work
         self._began = 0.0
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
-        self.hooked = False  # whether a strategy tells which round it is
-        self._takes_stale = False  # whether the app has taken a reply of an earlier round: its rounds have no barrier
+        self.hooked = False  # whether a strategy's hooks determine the round
+        self._takes_stale = False  # whether the app accepts replies of earlier rounds: there is no barrier
         self.same_metrics = False  # whether the strategy needs the same metrics in all replies
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
@@ -117,7 +117,7 @@ class ServerRounds:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def begin(self, round_index: int, model: ArrayRecord | None = None) -> None:
-        """Begin a round and end the one before, unless it is open already."""
+        """Begin a round and end the previous one, unless the round is already open."""
         with self._lock:
             if self.round_index == round_index:
                 return
@@ -138,7 +138,7 @@ class ServerRounds:
             self._guarded("recording a round", lambda: self.tape.begins(round_index))
 
     def end(self, model: ArrayRecord | None = None) -> None:
-        """End the open round; `model`: its last model, where it is known."""
+        """End the open round; `model`: its last model, if known."""
         with self._lock:
             if self.round_index is None:
                 return
@@ -173,14 +173,15 @@ class ServerRounds:
         self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
 
     def nothing_aggregated(self) -> None:
-        """Report that the strategy made no new model of the round's replies."""
+        """Report that the strategy made no new model from the round's replies."""
         answered = len(self._phases.get(TRAIN, PhaseParticipation()).answered)
         text = f"The strategy made no model of {answered} answers."
         self.monitor.host.event("error", "aggregation.failed", text, data={"answered": answered})
 
     def _report_halt(self) -> None:
-        """Report that secure aggregation ended without a sum: Flower goes on with the model as it was, and says so in
-        its log alone.
+        """Report that secure aggregation ended without a sum.
+
+        Flower continues with the unchanged model, and only says so in its log.
         """
         phase = self._phases.get(TRAIN, PhaseParticipation())
         text = f"It halted in the stage {self._secure.stage or 'unknown'}: of "
@@ -189,11 +190,11 @@ class ServerRounds:
         self.monitor.host.event("error", "aggregation.failed", text, data={"answered": len(phase.answered)})
 
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
-        """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
+        """Return the model that clients start from: the strategy's, unless a correction restored an earlier one."""
         return model if self._restored_model is None else self._restored_model
 
     def handler_times(self, node: str) -> HandlerTimes:
-        """Return what a client's handler took in the open round so far."""
+        """Return the time a client's handler has taken in the open round so far."""
         return self._handler_times.setdefault(node, HandlerTimes())
 
     def reply_checks(self, phase: str) -> ReplyChecks:
@@ -201,14 +202,16 @@ class ServerRounds:
         return self._checks.setdefault(phase, ReplyChecks())
 
     def fitting(self, replies: list[Message], phase: str = TRAIN, *, entries: bool = False) -> list[Message]:
-        """Return the replies to aggregate: those that do not fit the others are reported, and replaced if the guard
-        says so. `entries`: the strategy also needs the same metrics in all of them.
+        """Return the replies to aggregate.
+
+        Replies that do not fit the others are reported, and replaced if the guard requires it. `entries`: the strategy
+        also needs the same metrics in all of them.
         """
         instead = self._judged(phase, entries=entries)
         return [instead.get(reply.metadata.reply_to_message_id, reply) for reply in replies] if instead else replies
 
     def unfitting_nodes(self) -> dict[str, str]:
-        """Return the nodes whose reply to «train» the guard leaves out, and why; for the older API."""
+        """Return the nodes whose reply to «train» the guard leaves out, with the reason; for the older API."""
         instead = self._judged(TRAIN).values()
         return {node_name(reply.metadata.src_node_id): str(reply.error.reason) for reply in instead}
 
@@ -222,7 +225,7 @@ class ServerRounds:
 
     @contextmanager
     def aggregating(self, phase: str) -> Iterator[None]:
-        """Time the strategy's aggregation. If it raises, name the clients whose metrics are not those of the others."""
+        """Time the strategy's aggregation. If it raises, report the clients whose metrics differ from the others'."""
         self._secure.aggregated = self._secure.aggregated or phase == TRAIN
         try:
             with self.busy_with("aggregate") if phase == TRAIN else nullcontext():
@@ -233,7 +236,7 @@ class ServerRounds:
             raise
 
     def robust(self, replies: list[Message]) -> list[Message]:
-        """Return the replies to aggregate, changed where a correction asks for another rule."""
+        """Return the replies to aggregate, changed if a correction requires another rule."""
         rule, start = self.corrections.in_force.robust, self.models.started
         if rule is None or start is None:
             return replies
@@ -243,7 +246,7 @@ class ServerRounds:
         return self._guarded("aggregating robustly", robust) or replies
 
     def aggregated(self, model: ArrayRecord) -> ArrayRecord:
-        """Return the round's new model, changed where a correction asks for it."""
+        """Return the round's new model, changed if a correction requires it."""
         rate, start = self.corrections.in_force.server_rate, self.models.started
         if rate != 1 and start is not None:
             slower = functools.partial(corrections.scaled_server_step, rate, start, model, self.layers)
@@ -256,20 +259,21 @@ class ServerRounds:
         self._guarded("recording an aggregation", lambda: record(self.tape))
 
     def record_metrics(self, metrics: Mapping[str, Any], *, best: bool) -> None:
-        """Record metrics of the global model; `best`: from the server's own evaluation, otherwise averaged from the
-        clients'.
+        """Record metrics of the global model.
+
+        `best`: from the server's own evaluation, otherwise averaged from the clients'.
         """
         self.evaluates = self.evaluates or best
         numbers = numbers_of(metrics)
         numbers.pop(self.weight, None)
         named = with_known_names(numbers)
-        if self.round_index is None:  # of the model before the first round, which is told with that
+        if self.round_index is None:  # of the model before the first round, reported with that round
             self._initial |= {f"initial.{name}": value for name, value in named.items()}
         else:
             (self.metrics if best else self._averaged).update(named)
 
     def record_train_metrics(self, metrics: Any) -> None:
-        """Record what the strategy made of the clients' train metrics, if it made anything of them."""
+        """Record the strategy's result for the clients' train metrics, if any."""
         if isinstance(metrics, Mapping):
             numbers = numbers_of(metrics)
             numbers.pop(self.weight, None)
@@ -278,8 +282,8 @@ class ServerRounds:
     def _metrics_by_source(self) -> dict[str, float]:
         """Return the round's metrics, one source per name.
 
-        Where the server evaluates, the clients' averages get the prefix `local.`: they are measured on other data, and
-        a curve that mixes the two would show jumps that never happened.
+        If the server evaluates, the clients' averages get the prefix `local.`: they are measured on other data, and a
+        curve that mixes the two would show jumps that never happened.
         """
         if not self.evaluates:
             return dict(self._averaged)
@@ -294,7 +298,7 @@ class ServerRounds:
 
     @contextmanager
     def busy_with(self, part: str) -> Iterator[None]:
-        """Time a stretch of the server's own work."""
+        """Time a part of the server's own work."""
         began = time.time()
         try:
             with self.monitor.host.part(part):
@@ -305,7 +309,7 @@ class ServerRounds:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None:
-        """Note the messages that were sent, and begin a round if they start one."""
+        """Record the messages that were sent, and begin a round if they start one."""
         with self._lock:
             for message, key in zip(messages, ids, strict=True):
                 if key:
@@ -370,14 +374,14 @@ class ServerRounds:
             return reply if instead is None else instead
 
     def _note_age(self, request: ClientRequest) -> None:
-        """Log how many rounds ago a client was asked, where the app takes its reply in a later round."""
+        """Log how many rounds ago a client was asked, if the app accepts its reply in a later round."""
         age = self._last - request.round_index
         if age > 0 and request.phase == TRAIN:
             self._takes_stale = True
             self.monitor.host.log({"update.staleness": float(age)}, node=request.node)
 
     def replies_read(self, replies: list[Message]) -> list[Message]:
-        """Return a custom loop's replies as it is to have them, once all that it waited for are there.
+        """Return the replies that a custom loop gets, once all that it waited for have arrived.
 
         Strategies have their replies checked when they aggregate them.
         """
@@ -385,7 +389,7 @@ class ServerRounds:
         return replies if self.hooked or waited_for else self.fitting(replies)
 
     def late_reply_received(self, reply: Message, at: float) -> None:
-        """Read the reply to a message that the server had given up."""
+        """Read the reply to a message that the server had given up on."""
         with self._lock:
             request = self.unanswered.pop(reply.metadata.reply_to_message_id, None)
             if request is not None:
@@ -393,7 +397,7 @@ class ServerRounds:
                 self._guarded("reading a late reply", read, request.node)
 
     def nodes_listed(self, ids: Iterable[int]) -> None:
-        """Take the grid's list of connected nodes."""
+        """Update from the grid's list of connected nodes."""
         with self._lock:
             self._guarded("reading a list of nodes", lambda: self.connections.listed(ids))
 
@@ -411,7 +415,7 @@ class ServerRounds:
             self.unanswered.pop(next(iter(self.unanswered)))
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         participation.late[request.node] = None
-        participation.answered.pop(request.node, None)  # in one stage of several
+        participation.answered.pop(request.node, None)  # after answering an earlier stage
         self._guarded("recording a message", lambda: self.tape.missing(request))
         waited = time.time() - request.sent
         text = f"{request.node} was asked to {request.phase} and did not answer within {waited:.1f} s."
@@ -421,9 +425,9 @@ class ServerRounds:
     def measure_update(
         self, request: ClientRequest, start: Mapping[str, array_models.Values], end: Mapping[str, array_models.Values]
     ) -> Sequence[Action]:
-        """Measure a client's update on a thread of our own, until the round's end; nobody waits for it.
+        """Measure a client's update on a thread of our own, before the round's end; nothing waits for it.
 
-        If a correction may follow from it at once, it is measured here, and the actions are returned.
+        If a correction may follow at once, it is measured here, and the actions are returned.
         """
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
         host, round_index, node = self.monitor.host, request.round_index, request.node
@@ -435,22 +439,22 @@ class ServerRounds:
         return ()
 
     def answered(self, request: ClientRequest, *, failed: bool) -> None:
-        """Note that a client replied, or failed."""
+        """Record that a client replied, or failed."""
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         (participation.failed if failed else participation.answered)[request.node] = None
-        if failed:  # in one stage of several
+        if failed:  # in one of several stages
             participation.answered.pop(request.node, None)
         if not failed:
             self.connections.answered(request.node)
 
     def worked(self, began: float, ended: float) -> None:
-        """Note a stretch in which somebody worked."""
+        """Record an interval of work."""
         self._worked.append((began, ended))
 
     def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
         """Report a phase; clients of a custom loop that did not reply by the round's end count as late.
 
-        Not so where the loop has no barrier: it takes their replies in a later round.
+        Unless the loop has no barrier, and accepts their replies in a later round.
         """
         for key, request in [] if self._takes_stale else [*self._pending.items()]:
             if request.phase == name and request.node in phase.asked:
@@ -459,8 +463,9 @@ class ServerRounds:
         participation.report(self.monitor.host, name, phase)
 
     def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """Return the result of our own work: None if it failed, which is reported; the error of an update that is not
-        to be used.
+        """Return the result of our own work, or None if it failed, which is reported.
+
+        The error of an update that must not be used is raised.
         """
 
         def usable() -> Any:

@@ -18,7 +18,7 @@ from fedvitals.hosts.flower.grid_hooks import grid_hooked
 from fedvitals.hosts.flower.hooks import evaluation_hooks, set_hooks
 from fedvitals.hosts.flower.server_rounds import EVALUATE, TRAIN, ServerRounds
 
-OnGrid = Callable[[Any], None]  # told of the grid, before anything is sent
+OnGrid = Callable[[Any], None]  # called with the grid, before anything is sent
 
 
 def watch_strategy(strategy: Any, server_rounds: ServerRounds, begin: OnGrid) -> None:
@@ -51,11 +51,11 @@ def _start(begin: OnGrid, start: Callable[..., Any], server_rounds: ServerRounds
 def _with_evaluation(
     start: Callable[..., Any], server_rounds: ServerRounds, args: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same arguments, with the server's own evaluation timed and recorded, where there is one."""
+    """Return the same arguments, with the server's own evaluation timed and recorded, if there is one."""
     try:
         bound = inspect.signature(start).bind(*args, **more)
     except (TypeError, ValueError):
-        return args, more  # it will say itself what is wrong
+        return args, more  # Flower itself reports what is wrong
     evaluate = bound.arguments.get("evaluate_fn")
     if not callable(evaluate):
         return args, more

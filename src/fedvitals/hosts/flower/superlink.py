@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a SuperLink of our own that simulates on this machine, on a free port, and ends with everything it started.
 
-Flower would start one itself, detached, and keep using it: our environment variables would come too late, or stay too
-long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they are
-recognised by a variable that they inherit.
+Flower would start one itself, detached, and keep using it: our environment variables would take effect too late, or
+persist. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they
+are recognised by an inherited variable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import IO, Any
 from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
 
 MARK = "FEDVITALS_SUPERLINK"
-QUIET = {  # it calls nobody
+QUIET = {  # no outgoing connections
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; 1 unless told
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; 1 by default
 }
-START, STOP = 90.0, 10.0  # seconds, on a machine with much else to do
-TAIL = 4000  # characters of its log that an error quotes
+START, STOP = 90.0, 10.0  # seconds, allowing for a busy machine
+TAIL = 4000  # characters of its log quoted in an error
 
 
 def program(name: str) -> str:
-    """Return the path of one of Flower's programs, of the Python that we run in."""
+    """Return the path of one of Flower's programs, for the Python running this."""
     beside = Path(sysconfig.get_path("scripts")) / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
@@ -68,13 +68,13 @@ def superlink(environment: Mapping[str, str], *, cwd: Path | None = None, option
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is ours to deal with
+            start_new_session=True,  # we handle Ctrl-C
         )
         try:
             _wait_until_listening(process, port, log)
             yield port
         finally:
-            with signal_handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
+            with signal_handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave processes behind
                 _end_processes(process, mark)
 
 
@@ -91,7 +91,7 @@ def _wait_until_listening(process: subprocess.Popen[bytes], port: int, log: IO[b
 
 
 def _end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Ask all processes to end, then kill those that did not. One may start another meanwhile."""
+    """Ask all processes to end, then kill those that did not. Any of them may start another meanwhile."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         ends = time.monotonic() + STOP
         asked: set[int] = set()
@@ -101,7 +101,7 @@ def _end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
                     asked.add(child.pid)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(child.pid, how)
-            process.poll()  # else it stays as a zombie
+            process.poll()  # otherwise it stays as a zombie
             time.sleep(0.05)
     process.wait(STOP)
 
@@ -149,7 +149,7 @@ def termination_as_exit() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Return a port that is currently free."""
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
         return int(asked.getsockname()[1])

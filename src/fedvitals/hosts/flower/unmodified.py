@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch an app without a line in it: the handlers to which `hosts/site/` redirects calls of Flower's classes.
+"""Watch an app without changing its code: the handlers to which `hosts/site/` redirects calls of Flower's classes.
 
 They do what a user would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy
-that is started, else to the grid before the first message. An app that attaches its own monitor keeps it, and gets no
-other.
+that is started, or else to the grid before the first message. An app that attaches its own monitor keeps it, and gets
+no other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedvitals.monitor.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
-UPDATES = 3  # of how many rounds all updates are kept, on the tape of an app without a line
+UPDATES = 3  # number of rounds whose updates are all kept, on the tape of an unchanged app
 
 
 def client_app(
@@ -45,7 +45,7 @@ def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
         return mods
     try:
         settings = WatchSettings.read(os.environ)
-        # Without the extra that tapes need, the app is watched without one.
+        # Without the extra that tapes need, the app is watched without a tape.
         folder = None if _tape(settings) is None else settings.tape
         probes, tracebacks = settings.probes or "standard", bool(settings.tracebacks)
         ours = client_mod(probes=probes, privacy=settings.privacy, tracebacks=tracebacks, tape=folder)
@@ -70,7 +70,7 @@ def _tape(settings: WatchSettings) -> Any:
 
 
 def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
-    """Call `ServerApp.__call__` with a monitor that is created when it is needed, and closed at the end."""
+    """Call `ServerApp.__call__` with a monitor that is created when needed, and closed at the end."""
     app_run = ServerAppRun(grid, context)
     server_fn = app_run.guarded(lambda: app_run.begin(app))
     token = _SERVER_APP_RUN.set(app_run)
@@ -89,8 +89,8 @@ def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any,
 class ServerAppRun:
     """One run of a ServerApp.
 
-    Each strategy that it starts, and each custom loop, is a run of ours with rounds from 1 on. A monitor is created
-    when it is needed: an app with its own monitor gets no other.
+    Each strategy that it starts, and each custom loop, is a run of ours with rounds from 1. A monitor is created when
+    needed: an app with its own monitor gets no other.
     """
 
     def __init__(self, grid: Any, context: Any) -> None:
@@ -101,15 +101,16 @@ class ServerAppRun:
         self._lock = threading.Lock()  # the older API sends from many threads
 
     def begin(self, app: Any) -> Callable[..., Any] | None:
-        """Hook every place where the app may start training. Returns the server function that was replaced, if there
-        is one.
+        """Hook every place where the app may start training.
+
+        Returns the replaced server function, if there is one.
         """
         self._wait()
         for kind in with_subclasses(Strategy):
             _hook_start(kind)
         self.attach_legacy(app)
         server_fn: Callable[..., Any] | None = getattr(app, "_server_fn", None)
-        if server_fn is not None:  # the older API has no other seam
+        if server_fn is not None:  # the older API cannot be hooked elsewhere
             app._server_fn = functools.partial(self.of_components, server_fn)  # noqa: SLF001
         return server_fn
 
@@ -118,7 +119,7 @@ class ServerAppRun:
         try:
             return work()
         except Exception as error:  # noqa: BLE001
-            self._over = True  # it would happen again with each message
+            self._over = True  # it would fail again with each message
             _warn(error)
             return None
 
@@ -150,7 +151,7 @@ class ServerAppRun:
     # -- loops of the app's own ---------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Attach to the grid when somebody is asked to train, unless it is watched by then."""
+        """Attach to the grid once a client is asked to train, unless it is watched by then."""
         for name in SENDING:
             send = getattr(self._grid, name)
             if not hasattr(send, MARK):
@@ -161,7 +162,7 @@ class ServerAppRun:
     def _send(self, name: str, send: Callable[..., Any], messages: Iterable[Any], *args: Any, **more: Any) -> Any:
         outgoing = [*messages]
         if any(message.metadata.message_type.partition(".")[0] == TRAIN for message in outgoing):
-            send = getattr(self._grid, name) if self._attach(self._grid) else send  # the hooks come back here
+            send = getattr(self._grid, name) if self._attach(self._grid) else send  # the hooks call this again
         return send(outgoing, *args, **more)
 
     def _leave_grid(self) -> None:
@@ -179,23 +180,23 @@ class ServerAppRun:
         if getattr(strategy, MARK, None) is None:
             self.guarded(self._leave_grid)
             if self._attach(strategy):
-                start = strategy.start  # the hook, which comes back here
+                start = strategy.start  # the hook, which calls this again
         try:
             return start(*args, **more)
         except BaseException as error:
-            self._told = error  # the journal has it
+            self._told = error  # reported by the server rounds
             raise
         finally:
-            self.guarded(self._wait)  # hooks that are taken off take ours with them
+            self.guarded(self._wait)  # removing hooks removes ours as well
 
     def of_components(self, server_fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """Call the older API's function that makes the server's parts, and attach to its strategy."""
+        """Call the older API's function that creates the server's components, and attach to its strategy."""
         components = server_fn(*args, **more)
         self.guarded(lambda: self.attach_legacy(components))
         return components
 
     def attach_legacy(self, parts: Any) -> None:
-        """Attach to the strategy of the older API's parts, if there is one."""
+        """Attach to the strategy of the older API's components, if there is one."""
         server = getattr(parts, "server", None) or getattr(parts, "_server", None)
         for holder in (parts, server):
             self._attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))

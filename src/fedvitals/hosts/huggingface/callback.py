@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback for `transformers.Trainer`: tells a `TrainerWatch` when a training, its epochs and its steps begin."""
+"""The callback for `transformers.Trainer`: notifies a `TrainerWatch` of trainings, epochs and steps."""
 
 from __future__ import annotations
 

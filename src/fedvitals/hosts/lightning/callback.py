@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback for Lightning's Trainer: tells a `TrainerWatch` when a training, its epochs and its steps begin."""
+"""The callback for Lightning's Trainer: notifies a `TrainerWatch` of trainings, epochs and steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Callback(LightningCallback):
         **settings: Any,
     ) -> None:
         self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, LOSSES, held_back=held_back)
-        self._steps = 0  # of the optimisers so far
+        self._steps = 0  # of all optimisers so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Called when a training begins; its model is prepared for all processes.

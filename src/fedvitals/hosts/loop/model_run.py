@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of one model without a federation: stretches of its training are rounds of one client, «model»."""
+"""A run of one model without a federation: parts of its training are rounds of one client, «model»."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NODE = "model"
 
 
 def train_for_federation(model: nn.Module) -> None:
-    """Tell the other processes that train the model that its training is one of a federation's, and not divided."""
+    """Tell the other processes that train the model that its training belongs to a federation, and is not divided."""
     group = group_of(model)
     if group is not None:
         group.divide(divided=False)
 
 
 class ModelRun:
-    """Opens and closes the rounds of one model's training; the first number is the one after the monitor's last.
+    """Opens and closes the rounds of one model's training; numbering continues after the monitor's last round.
 
-    Of several processes that train the model together, the one of the lowest rank records it.
+    If several processes train the model together, the one of the lowest rank records it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModelRun:
 
     @property
     def is_divided(self) -> bool:
-        """Whether a round may end before the training does. Not where another process reports it to a federation."""
+        """Whether a round may end before the training does; False if another process reports it to a federation."""
         return self._group is None or self._group.is_divided
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class ModelRun:
         host.client_begin(self.node, self._model, data=self._data, loss=self._loss)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the client and its round; `error` is what its training raised."""
+        """Close the client and its round; `error` is the exception that its training raised."""
         host = self._monitor.host
         host.client_end(self.node, error)
         if self._held_back is not None and error is None and (self._group is None or self._group.reports):

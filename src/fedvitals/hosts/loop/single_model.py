@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model without any federation: `with fv.watch(model, optimizer, "one.db"):` around a plain training loop."""
+"""One model without a federation: `with fv.watch(model, optimizer, "one.db"):` around a plain training loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _alone(
 ) -> Iterator[Monitor]:
     own = {id(parameter) for _, parameter in parameters_of(model)}
     rounds = ModelRun(monitor, model, data, loss)
-    count, ended = 0, False  # steps in the round; whether one has ended
+    count, ended = 0, False  # steps in the round; whether a round has ended
 
     def after_step(stepping: Optimizer, *_: Any) -> None:
         nonlocal count, ended
@@ -79,7 +79,7 @@ def _alone(
             return
         count += 1
         if count % steps == 0 and rounds.is_divided:
-            # After a step, not before: torch walks the very hooks that closing a client removes.
+            # After a step, not before: torch iterates over the hooks that closing a client removes.
             rounds.end()
             rounds.begin()
             count, ended = 0, True
@@ -95,7 +95,7 @@ def _alone(
     finally:
         handle.remove()
         if ended and not count and failure is None:
-            monitor.host.discard()  # the last window has just closed, and no step came after it
+            monitor.host.discard()  # the last window has just closed, and no step followed
         else:
             rounds.end(failure)
         monitor.close()

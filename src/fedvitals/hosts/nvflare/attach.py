@@ -22,7 +22,7 @@ from fedvitals.probes.presets import check_name
 from fedvitals.transport.privacy import policy_for
 
 What = TypeVar("What")
-TASKS = ["fedvitals"]  # of which there are none: our components are filters for the sake of the events
+TASKS = ["fedvitals"]  # a task that does not exist: our components are filters only to receive events
 PACKAGE = "fedvitals"
 
 
@@ -75,7 +75,7 @@ def attach(
     )
     site = SiteWatch(probes, privacy, tracebacks, trainers)
     _add(what, job, server, site)
-    # Without this NVFlare would copy our files into the job, where they would hide the installed package.
+    # Without this, NVFlare would copy our files into the job, where they would hide the installed package.
     job.set_app_packages([*dict.fromkeys((*(job.job.app_packages or ()), PACKAGE))])
     return what
 
@@ -106,7 +106,7 @@ def _add(what: Any, job: FedJob, server: ServerWatch, site: SiteWatch) -> None:
 
 
 def _site_names(job: FedJob) -> list[str]:
-    """Return the sites that have apps of their own; none where all sites share one."""
+    """Return the sites that have apps of their own; empty if all sites share one."""
     return [target for target in _apps(job) if target not in (ALL_SITES, SERVER_SITE_NAME)]
 
 
@@ -115,6 +115,6 @@ def _apps(job: FedJob) -> dict[str, Any]:
 
 
 def _filters_of(job: FedJob, *, server: bool) -> list[Any]:
-    """Return the filters on results that the job brings: those of its server, or those of its sites."""
+    """Return the filters on results in the job: those of its server, or those of its sites."""
     apps = [app for target, app in _apps(job).items() if (target == SERVER_SITE_NAME) == server]
     return [entry for app in apps for _, own in app.app_config.task_result_filters for entry in own]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The telemetry in a site's result: one header, a dict with our wire bytes, a few times, and why the task failed.
+"""The telemetry in a site's result: one header with our payload bytes, a few times, and why the task failed.
 
-It comes from a machine that may lie: everything in it is checked, and believed only about its sender. What a site is
-sent is never changed. What both sides must know is derived from what NVFlare tells both: job, site, task and round.
+It comes from a machine that may lie: everything in it is checked, and only believed about its sender. What a site is
+sent is never changed. What both sides must know is derived from what NVFlare gives both: job, site, task and round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedvitals.records import printable
 from fedvitals.resources.clocks import LATEST
 from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
-KEY = "fedvitals"  # of the header in a result, and of the entry in a model's meta that a trainer sends
+KEY = "fedvitals"  # of the header in a result, and of the entry in a model's meta sent by a trainer
 VERSION = 1
 PROCESSORS = 10_000  # more than any machine has
 LONGEST_TRACEBACK, LONGEST_MESSAGE = 20_000, 1_000  # characters
@@ -32,7 +32,7 @@ _EXCEPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class SiteFailure:
-    """Why a task failed at a site: the class of the exception; its words only where the site lets them go."""
+    """Why a task failed at a site: the class of the exception; its text only if the site releases it."""
 
     exception: str
     message: str = ""
@@ -105,7 +105,7 @@ def _read_failure(fields: Mapping[Any, Any]) -> SiteFailure | None:
 
 
 def run_name(job_id: str) -> str:
-    """Return what a site calls the run; the server knows it by its id in the store."""
+    """Return a site's name for the run; the server knows it by its id in the store."""
     return f"nvflare-{job_id}"[:200]
 
 
@@ -115,6 +115,6 @@ def trace_id(job_id: str) -> str:
 
 
 def journey_id(job_id: str, site: str, round_index: int | None) -> str:
-    """Return the id of the span of a training task's way to a site and back."""
+    """Return the id of the span of a training task's journey to a site and back."""
     place = f"nvflare/{job_id}/{site}/{round_index}"
     return hashlib.blake2b(place.encode(), digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVFlare's filters that change or hide what a site sends: which of them hide single sites, and how each is called.
+"""NVFlare's filters that change or hide what a site sends: which of them hide single sites, and their names.
 
 A server learns of them from the job's own configuration, and from the history that NVFlare keeps in each result. A
-history is a site's word: it counts only if most sites say the same, so that no minority can silence the detectors.
+history is a site's claim: it only counts if most sites say the same, so that no minority can silence the detectors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NOISING = {
 HOLDING_BACK = {"ExcludeVars": "some layers are held back", "DXOBlocker": "some kinds of data are held back"}
 COMPRESSING = {"ModelQuantizer": "quantised", "ConvertWeights": "converted between weights and differences"}
 KNOWN = {**ENCRYPTING, **NOISING, **HOLDING_BACK, **COMPRESSING}
-HIDING = frozenset((*ENCRYPTING, *NOISING, *HOLDING_BACK))  # with these, telemetry would tell what they keep
-EXACT = frozenset(("ConvertWeights",))  # changes the form of an update, not what it says
-LEVEL = 1  # the most that may be told of a site with a hiding filter: sums over many
-LARGEST_HISTORY = 20  # filters of a result that are looked at
+HIDING = frozenset((*ENCRYPTING, *NOISING, *HOLDING_BACK))  # with these, telemetry would reveal what they keep back
+EXACT = frozenset(("ConvertWeights",))  # changes the form of an update but not its content
+LEVEL = 1  # the most that may be reported of a site with a hiding filter: sums over many
+LARGEST_HISTORY = 20  # filters of a result that are read
 
 
 def names_of(filters: Iterable[Any]) -> list[str]:
@@ -31,17 +31,17 @@ def names_of(filters: Iterable[Any]) -> list[str]:
 
 
 def hiding(names: Iterable[str]) -> list[str]:
-    """Return those of the filters that hide what a site's telemetry would tell."""
+    """Return the filters that hide what a site's telemetry would reveal."""
     return [name for name in names if name in HIDING]
 
 
 def encrypting(names: Iterable[str]) -> list[str]:
-    """Return those of the filters that keep a single site's update from the server itself."""
+    """Return the filters that hide a single site's update from the server itself."""
     return [name for name in names if name in ENCRYPTING]
 
 
 def described(names: Iterable[str]) -> str:
-    """Return the filters that change updates, in words; empty if none does."""
+    """Return the filters that change updates, in words; empty if there are none."""
     known = dict.fromkeys(name for name in names if name in KNOWN and name not in EXACT)
     return "; ".join(f"{name}: {KNOWN[name]}" for name in known)
 
@@ -57,7 +57,7 @@ def statement(names: Iterable[str]) -> dict[str, Any]:
 
 
 def history_of(meta: Mapping[str, Any]) -> list[str]:
-    """Return the filters that a result says it passed, as far as they are known."""
+    """Return the filters that a result claims to have passed, as far as they are known."""
     history = meta.get("filter_history")
     if not isinstance(history, list | tuple):
         return []

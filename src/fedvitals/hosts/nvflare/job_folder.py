@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a job be watched that is a folder: write our components into its configuration.
+"""Watch a job given as a folder: write our components into its configuration.
 
-NVFlare reads JSON, HOCON and YAML; the folders that it writes are JSON, and only these are changed here.
+NVFlare reads JSON, HOCON and YAML; the folders it writes are JSON, and only these are changed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ID = "fedvitals"
 
 
 def watch_folder(folder: Path, settings: WatchSettings) -> None:
-    """Write our components into a job's folder, unless they are there. Raises ConfigError if it is no such folder."""
+    """Write our components into a job's folder, unless they are there. Raises ConfigError if it is not a job folder."""
     files = [*_config_files(folder)]
     servers = [file for file in files if file.name == SERVER_FILE]
     if not servers:
@@ -32,7 +32,7 @@ def watch_folder(folder: Path, settings: WatchSettings) -> None:
         )
     configs = {file: json.loads(file.read_text(encoding="utf-8")) for file in files}
     if any(_is_watched(configs[file]) for file in servers):
-        return  # its script has our line
+        return  # its script already uses fedvitals
     names = [*dict.fromkeys(name for file in files if file.name == SITE_FILE for name in _filters(configs[file]))]
     shared = {"probes": settings.probes, "privacy": settings.privacy}
     server = {

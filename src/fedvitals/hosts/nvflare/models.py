@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models in NVFlare's messages as arrays by name.
 
-A message holds a DXO: weights, or the difference from the weights that were sent. What is encrypted, or lies on disk
-until somebody needs it, is no array, and is left alone.
+A message holds a DXO: weights, or the difference from the weights that were sent. Entries that are encrypted, or on
+disk until needed, are not arrays, and are left alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ WEIGHT_KINDS = (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF)
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The trained arrays of a message. `is_difference`: they are an update, not a model. `unread`: how many entries
-    are no arrays that can be read.
+    """The trained arrays of a message. `is_difference`: whether they are an update rather than a model.
+
+    `unread`: the number of entries that are not readable arrays.
     """
 
     values: dict[str, Values]
@@ -36,7 +37,7 @@ class Arrays:
 
 
 def dxo_of(message: Any) -> DXO | None:
-    """Return the DXO of a message that is a good one; None if it has none or reports a failure."""
+    """Return the DXO of a successful message; None if it has none or reports a failure."""
     if not isinstance(message, Shareable) or message.get_return_code() != ReturnCode.OK:
         return None
     try:
@@ -54,7 +55,7 @@ def arrays_of(message: Any) -> Arrays | None:
 
 
 def arrays_of_model(model: Any) -> Arrays | None:
-    """Return the arrays of what NVFlare keeps as a model, or as the result of an aggregation; None if it is neither."""
+    """Return the arrays of NVFlare's model, or of the result of an aggregation; None if it is neither."""
     if isinstance(model, FLModel):
         weights = model.params
         is_difference = model.params_type == ParamsType.DIFF
@@ -76,7 +77,7 @@ def _arrays(entries: Mapping[Any, Any], *, is_difference: bool) -> Arrays:
 
 
 def _values(entry: Any) -> Values | None:
-    """Return an entry as an array over its own memory, where it is an array or a tensor."""
+    """Return an entry as an array over its own memory, if it is an array or a tensor."""
     if isinstance(entry, np.ndarray):
         return entry
     if isinstance(entry, np.floating | float):
@@ -99,7 +100,7 @@ def bytes_of(message: Any) -> int:
 
 
 def ends_of_update(start: Mapping[str, Values], sent: Arrays) -> tuple[dict[str, Values], dict[str, Values]]:
-    """Return what to subtract and what to subtract it from, so that the difference is the client's update.
+    """Return subtrahend and minuend whose difference is the client's update.
 
     Layers that the client left out (a filter may hold some back) count as unchanged.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate NVFlare's return codes, and what a site tells of its failure, into the events that detectors know."""
+"""Translate NVFlare's return codes, and a site's report of its failure, into the events that detectors know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nvflare.apis.fl_constant import ReturnCode
 
 from fedvitals.hosts.nvflare.envelope import SiteFailure
 
-# What the code alone says, for people; the site's own exception is named where it tells of one.
+# The meaning of the code alone, for people; the site's own exception is named if it reports one.
 WORDS = {
     ReturnCode.TASK_ABORTED: "its task was aborted: the training script failed, or the job was stopped",
     ReturnCode.EXECUTION_EXCEPTION: "its executor raised an exception, or its training script is no longer there",
@@ -32,7 +32,7 @@ class ClientFailure:
 
 
 def client_failure_of(node: str, code: str, task: str, failure: SiteFailure | None) -> ClientFailure:
-    """Return what is known of a failed task: NVFlare's return code, and the site's own exception where it told one."""
+    """Return what is known of a failed task: NVFlare's return code, and the site's own exception if it reported one."""
     words = WORDS.get(code, f"its return code is {code}")
     data: dict[str, Any] = {"exception": code, "code": code, "phase": task}
     if failure is None:

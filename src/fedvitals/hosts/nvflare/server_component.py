@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's side: a component of the job that watches NVFlare's events.
 
-It is a filter for a task that never comes, because that is how NVFlare lets anybody add a component to a recipe: its
-`process` never runs, and it gets all events. Its arguments are plain data, since a job travels as JSON.
+It is a filter for a task that never occurs, because that is NVFlare's way to add a component to a recipe: its `process`
+never runs, and it gets all events. Its arguments are plain data, since a job is sent as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedvitals.monitor.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
 SIMULATED = "simulate_job"  # the id of every job in the simulator
-TOPIC = "fedvitals.failure"  # of messages in which a site tells why a task failed, where its result cannot
+TOPIC = "fedvitals.failure"  # of messages in which a site reports why a task failed, if its result cannot
 PEER_CONTROLLER = "ServerSideController"  # of swarm learning, and of all workflows that sites run among themselves
 HIGHEST_LEVEL = 4  # of the privacy levels
 
@@ -79,12 +79,12 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self._handlers = handlers
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the message as it is; never called, because no task has our name."""
+        """Return the message unchanged; never called, because no task has our name."""
         del fl_ctx
         return shareable
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Take an event of NVFlare's. Nothing of ours may reach the job: what fails is reported."""
+        """Handle an NVFlare event. Our failures are reported and must not affect the job."""
         try:
             if event_type == EventType.START_RUN:
                 self._begin(fl_ctx)
@@ -104,7 +104,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
                 logger.warning(words, type(error).__name__, error)
 
     def _begin(self, fl_ctx: FLContext) -> None:
-        """Create the monitor, as the job starts."""
+        """Create the monitor when the job starts."""
         if self._rounds is not None or self._failed:
             return
         job_id = str(fl_ctx.get_job_id() or SIMULATED)
@@ -152,13 +152,13 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     # -- results ------------------------------------------------------------------------------------------------------
 
     def _result_arrived(self, rounds: ServerRounds, fl_ctx: FLContext) -> None:
-        """Note when a result came; the server's filters may take their time with it."""
+        """Record when a result arrived, since the server's filters may take time."""
         task_id = fl_ctx.get_prop(FLContextKey.TASK_ID)
         if isinstance(task_id, str) and isinstance(fl_ctx.get_prop(FLContextKey.TASK_RESULT), Shareable):
             rounds.result_arrived(task_id)
 
     def _result_read(self, rounds: ServerRounds, fl_ctx: FLContext) -> None:
-        """Read a result as the workflow is going to get it, and take our telemetry out of it."""
+        """Read a result as the workflow will get it, and remove our telemetry from it."""
         result, task_id = fl_ctx.get_prop(FLContextKey.TASK_RESULT), fl_ctx.get_prop(FLContextKey.TASK_ID)
         if not isinstance(result, Shareable) or not isinstance(task_id, str):
             return
@@ -174,7 +174,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self._note_history(rounds, node, result)
 
     def _note_history(self, rounds: ServerRounds, node: str, result: Shareable) -> None:
-        """State that updates are filtered where most sites' results say so."""
+        """State that updates are filtered if most sites' results say so."""
         dxo = models.dxo_of(result)
         if dxo is None:
             return
@@ -187,7 +187,10 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self._state(rounds, most, "filters that most sites' results name")
 
     def _failure_arrived(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Take a site's message of why a task failed. Its id, which only the site knows, says whose it is."""
+        """Handle a site's message of why a task failed.
+
+        The task's id, known only to the site, identifies the sender.
+        """
         del topic, fl_ctx
         rounds, task_id, header = self._rounds, request.get("task_id"), request.get(KEY)
         if rounds is not None and isinstance(task_id, str):
@@ -196,13 +199,13 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
 
 
 def _without_header(result: Shareable) -> Any:
-    """Take our header out of a result, and return it; None if there is none."""
+    """Remove our header from a result, and return it; None if there is none."""
     headers = result.get("__headers__")
     return headers.pop(KEY, None) if isinstance(headers, dict) else None
 
 
 def _authenticated_name(result: Shareable) -> str | None:
-    """Return the name of the site that a result came from, as NVFlare's server knows it by its token."""
+    """Return the name of the site that sent a result, as NVFlare's server knows it by its token."""
     name = getattr(result.get_header(ServerCommandKey.FL_CLIENT), "name", None)
     return name if isinstance(name, str) else None
 
@@ -253,14 +256,14 @@ def _task_fetched(rounds: ServerRounds, fl_ctx: FLContext) -> None:
 
 
 def _client_task(fl_ctx: FLContext, task_id: Any) -> Any:
-    """Return NVFlare's own note of who has a task; None if there is none."""
+    """Return NVFlare's own record of a task; None if there is none."""
     workflow = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "current_wf", None)
     communicator = getattr(getattr(workflow, "controller", None), "communicator", None)
     return None if communicator is None else communicator.process_task_check(task_id, fl_ctx)
 
 
 def _targets(client_task: Any) -> list[str]:
-    """Return all sites that are asked the same at the same time; none where they are asked one after the other."""
+    """Return all sites that are asked the same at the same time; empty if they are asked one after the other."""
     operator = client_task.task.operator
     if not isinstance(operator, Mapping) or operator.get("method") != "bcast":
         return []

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report what an NVFlare server job does to a monitor, round by round: which sites were asked, which answered, when,
-and with what.
+"""Report an NVFlare server job's rounds to a monitor: which sites were asked, which answered, when, and with what.
 
-Sites are known by the names that NVFlare's server has authenticated. Events come on many threads. Nothing here may stop
-or change the job: a failure of ours is reported once, and the result is passed on as it came.
+Sites are identified by the names that NVFlare's server has authenticated. Events come on many threads. Nothing here may
+stop or change the job: a failure of ours is reported once, and the result is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from fedvitals.resources.node_spans import covered
 
 TRAIN, EVALUATE = "train", "evaluate"
 EVALUATION_TASKS = ("validate", "evaluate", "cross_validate")
-UNANSWERED_KEPT = 10_000  # tasks without an answer that are remembered
-MOST_WAITING = 4  # updates that wait to be measured; more are measured at once, so that memory does not grow
+UNANSWERED_KEPT = 10_000  # unanswered tasks remembered
+MOST_WAITING = 4  # updates waiting to be measured; further ones are measured at once, to limit memory
 
 
 @dataclass(slots=True)
 class SiteRequest:
-    """A task that a site has fetched, or should."""
+    """A task that a site has fetched, or should fetch."""
 
     node: str
     phase: str
@@ -48,11 +47,11 @@ class SiteRequest:
     data: Shareable | None = None  # what it was sent
     fetched: bool = True
     returned: float | None = None  # when its result arrived
-    failed: bool = False  # whether the site told that it failed, by a message before any result
+    failed: bool = False  # whether the site reported its failure by a message before any result
 
 
 class ServerRounds:
-    """Follows the rounds of one job. `job_id`: as NVFlare calls it. `hides`: a filter keeps single sites hidden."""
+    """Follows the rounds of one job. `job_id`: NVFlare's id. `hides`: whether a filter keeps single sites hidden."""
 
     def __init__(self, monitor: Monitor, job_id: str, *, guard_mode: str, hides: bool = False) -> None:
         self.monitor, self.job_id, self.guard_mode, self.hides = monitor, job_id, guard_mode, hides
@@ -61,20 +60,20 @@ class ServerRounds:
         self.start: dict[str, Values] | None = None  # the model that the open round began with
         self.corrections = FollowedCorrections[Any](monitor.host, _obstacle)
         self._announced: int | None = None  # a round that began before its model was known
-        self._newest: dict[str, Values] | None = None  # the round's aggregate, once it is known
+        self._newest: dict[str, Values] | None = None  # the round's aggregate, once known
         self._outline: Any = None
         self._metrics: dict[str, float] = {}
         self.lock = threading.RLock()
         self._pending: dict[str, SiteRequest] = {}  # by the id of the task
         self._unanswered: dict[str, SiteRequest] = {}  # given up by the server
         self._phases: dict[str, PhaseParticipation] = {}
-        self._away: set[str] = set()  # sites that NVFlare says are disconnected
+        self._away: set[str] = set()  # sites that NVFlare reports as disconnected
         self._worked: list[tuple[float, float]] = []
         self._began = 0.0
         self._aggregation_began: float | None = None
         self.guarded = monitor.host.guarded
-        self._aggregation = contextlib.ExitStack()  # the aggregation that is under way
-        self._ended_by_server = False  # whether it was reported that the job was given up or aborted
+        self._aggregation = contextlib.ExitStack()  # the aggregation in progress
+        self._ended_by_server = False  # whether the end of the job by failure or abortion was reported
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
         self._spare = ReusableVectors()
@@ -83,7 +82,7 @@ class ServerRounds:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def announce(self, round_index: int, model: models.Arrays | None) -> None:
-        """Begin a round, at once if its model is known, else when the first site is sent it."""
+        """Begin a round, at once if its model is known, else when it is sent to the first site."""
         with self.lock:
             if round_index in (self.round_index, self._announced):
                 return
@@ -95,7 +94,7 @@ class ServerRounds:
                 self._announced = round_index
 
     def begin(self, round_index: int, start: dict[str, Values] | None) -> None:
-        """Begin a round and end the one before, unless it is open already."""
+        """Begin a round and end the previous one, unless the round is already open."""
         with self.lock:
             if self.round_index == round_index:
                 return
@@ -108,7 +107,7 @@ class ServerRounds:
             self.start, self._newest = start, None
             self._began = time.time()
             outline = None if start is None else self.guarded("reading a model", lambda: self._outline_of(start))
-            # In a context of its own: the threads of NVFlare come and go, and none may stay inside of this round.
+            # In a context of its own: NVFlare's threads come and go, and none may stay inside this round.
             contextvars.copy_context().run(self.monitor.host.round_begin, round_index, outline)
 
     def _outline_of(self, values: dict[str, Values]) -> Any:
@@ -119,13 +118,13 @@ class ServerRounds:
         return self._outline
 
     def end(self, model: models.Arrays | None = None) -> None:
-        """End the open round; `model`: its last model, where it is known."""
+        """End the open round; `model`: its last model, if known."""
         with self.lock:
             if self.round_index is None and self._announced is not None:
-                self.begin(self._announced, self._newest)  # nobody came for its model
+                self.begin(self._announced, self._newest)  # nobody fetched its model
             if self.round_index is None:
                 return
-            self._aggregation.close()  # where its end was not told
+            self._aggregation.close()  # if its end was not reported
             self._measuring.wait()
             self._report_phases()
             whole = max(time.time() - self._began, 1e-9)
@@ -150,13 +149,13 @@ class ServerRounds:
         self.monitor.close()
 
     def failed(self, reason: str) -> None:
-        """Report that NVFlare's server gave the job up."""
+        """Report that NVFlare's server gave up on the job."""
         self._ended_by_server = True
         data = {"exception": "FATAL_SYSTEM_ERROR"}
         self.monitor.host.event("error", "round.failed", reason[:1000], data=data)
 
     def aborted(self) -> None:
-        """Report that the job was ended while a round was open; who had not answered by then is not late."""
+        """Report that the job was ended while a round was open; clients without an answer by then are not late."""
         with self.lock:
             pending, self._pending = self._pending, {}
             if self.round_index is None or self._ended_by_server:
@@ -166,7 +165,7 @@ class ServerRounds:
             others = f" Still at work: {', '.join(working)}." if working else ""
             text = f"The job was ended from outside of its workflow, in round {self.round_index}.{others}"
             self.monitor.host.event("error", "round.failed", text, data={"exception": "JOB_ABORTED"})
-            # In our words, at any level.
+            # In our own words, so released at any level.
             self.monitor.host.event("error", "job.aborted", text, data={"working": working})
 
     def aggregating(self) -> None:
@@ -175,7 +174,7 @@ class ServerRounds:
         self._aggregation.enter_context(self.monitor.host.part("aggregate"))
 
     def aggregated(self, model: models.Arrays | None, metrics: Mapping[str, Any], contributions: int | None) -> None:
-        """Note the result of an aggregation: the new model or the change to it, and averaged metrics."""
+        """Record the result of an aggregation: the new model or the change to it, and averaged metrics."""
         with self.lock:
             now = time.time()
             if self._aggregation_began is not None:
@@ -196,9 +195,9 @@ class ServerRounds:
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def task_fetched(self, task_id: str, request: SiteRequest, round_index: int | None, targets: Sequence[str]) -> None:
-        """Note that a site was sent a task, which begins a round if it is of a new one.
+        """Record that a site was sent a task, which begins a round if it belongs to a new one.
 
-        `targets`: all sites that the same task is for; those that never come for it count as late.
+        `targets`: all sites that the same task is for; those that never fetch it count as late.
         """
         with self.lock:
             phase, node = request.phase, request.node
@@ -235,14 +234,14 @@ class ServerRounds:
         return any(owing.node == node for owing in self._unanswered.values())
 
     def result_arrived(self, task_id: str) -> None:
-        """Note when the result of a task came in, before the server's filters see it."""
+        """Record when the result of a task came in, before the server's filters see it."""
         with self.lock:
             request = self._pending.get(task_id)
             if request is not None:
                 request.returned = time.time()
 
     def take_request(self, task_id: str, node: str) -> SiteRequest | None:
-        """Return the task that a result of a site answers; None if it was not asked, or given up already."""
+        """Return the task that a site's result answers; None if it was not asked, or was given up."""
         with self.lock:
             request = self._pending.get(task_id)
             if request is None or request.node != node:
@@ -270,16 +269,16 @@ class ServerRounds:
         self.monitor.host.event("info", "client.answered_late", text, node=node, data=data)
 
     def answered(self, request: SiteRequest, *, failed: bool) -> None:
-        """Note that a site answered, or failed."""
+        """Record that a site answered, or failed."""
         participants = self._phases.setdefault(request.phase, PhaseParticipation())
         (participants.failed if failed else participants.answered)[request.node] = None
 
     def worked(self, began: float, ended: float) -> None:
-        """Note a stretch in which somebody worked."""
+        """Record an interval of work."""
         self._worked.append((began, ended))
 
     def _report_phases(self) -> None:
-        """Report who took part in what; sites that did not answer by the round's end count as late, or as gone."""
+        """Report each phase's participation; sites without an answer by the round's end count as late, or as gone."""
         phases, self._phases = self._phases, {}
         for name, phase in phases.items():
             for key, request in [*self._pending.items()]:
@@ -297,7 +296,7 @@ class ServerRounds:
             gone = {**data, "exception": "CLIENT_DISCONNECTED", "code": "CLIENT_DISCONNECTED"}
             self.monitor.host.event("warning", "client.dropped_out", text, node=node, data=gone)
             return
-        if request.failed:  # reported when the site told
+        if request.failed:  # reported by the site's own message
             return
         phase.late[node] = None
         if request.fetched:
@@ -312,7 +311,7 @@ class ServerRounds:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def disconnected(self, node: str) -> None:
-        """Report that NVFlare takes a site for gone."""
+        """Report that NVFlare considers a site disconnected."""
         with self.lock:
             if node not in self._away:
                 self._away.add(node)
@@ -331,9 +330,9 @@ class ServerRounds:
     def measure_update(
         self, request: SiteRequest, start: Mapping[str, Values], end: Mapping[str, Values]
     ) -> Sequence[Action]:
-        """Measure a site's update on a thread of our own, until the round's end; nobody waits for it.
+        """Measure a site's update on a thread of our own, before the round's end; nothing waits for it.
 
-        If a correction may follow from it at once, or too many wait already, it is measured here.
+        If a correction may follow at once, or too many updates are waiting, it is measured here.
         """
         host, round_index, node = self.monitor.host, request.round_index, request.node
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)

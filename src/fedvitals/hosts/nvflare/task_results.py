@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the result of one task: take in its telemetry, report its times and numbers, and apply the guard."""
+"""Read the result of one task: admit its telemetry, report its times and numbers, and apply the guard."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fedvitals.hosts.nvflare.return_codes import client_failure_of
 from fedvitals.hosts.nvflare.server_rounds import TRAIN, ServerRounds, SiteRequest
 from fedvitals.resources.clocks import worked_interval
 
-# The weight of an update that is left out: so small that it vanishes beside any other, and the model stays what it was
-# if all are left out.
+# The weight of an update that is left out: negligible next to any other, and the model stays unchanged if all are left
+# out.
 NO_WEIGHT = 1e-12
 
 
 def read_result(server_rounds: ServerRounds, request: SiteRequest, result: Shareable, header: Any) -> str | None:
-    """Report a result that arrived; return why the job must end, where the guard says so.
+    """Report a result that arrived; return why the job must end, if the guard requires it.
 
-    `header`: the telemetry that came with it, unread; None if there was none. An update that is to be left out is
-    replaced in place.
+    `header`: the telemetry that came with it, unread; None if there was none. An update to leave out is replaced in
+    place.
     """
     monitor, node = server_rounds.monitor, request.node
     at = max(request.returned or time.time(), request.sent)
@@ -51,7 +51,7 @@ def read_result(server_rounds: ServerRounds, request: SiteRequest, result: Share
 
 
 def read_failure(server_rounds: ServerRounds, request: SiteRequest, failure: SiteFailure) -> None:
-    """Report that a task failed, by a message of its site that comes before its result, or instead of it."""
+    """Report that a task failed, from a message of its site that comes before its result, or instead of it."""
     if not request.failed:
         request.failed = True
         server_rounds.answered(request, failed=True)
@@ -68,11 +68,11 @@ def report_failure(server_rounds: ServerRounds, request: SiteRequest, code: str,
 def _read_telemetry(
     server_rounds: ServerRounds, request: SiteRequest, header: Any, at: float, size: int
 ) -> ResultEnvelope | None:
-    """Take in the telemetry of a result, if there is any. What is wrong with it is reported of its sender only."""
+    """Admit the telemetry of a result, if any. Problems with it are only reported for its sender."""
     host, node = server_rounds.monitor.host, request.node
     if header is None:
         server_rounds.worked(request.sent, at)
-        if request.phase == TRAIN:  # a site without our component: when it was asked and answered is all that is known
+        if request.phase == TRAIN:  # a site without our component: only the times of task and answer are known
             host.exchange(node, request.sent, request.sent, at, at)
         return None
     try:
@@ -95,7 +95,7 @@ def _read_telemetry(
 
 
 def _log_metrics(server_rounds: ServerRounds, request: SiteRequest, dxo: DXO) -> None:
-    """Log the metrics that a site sent: those of its model's meta, or of a result that is nothing else."""
+    """Log the metrics that a site sent: those of its model's meta, or of a result that contains nothing else."""
     if server_rounds.hides:
         return
     source = dxo.data if dxo.data_kind == DataKind.METRICS else dxo.meta.get(MetaKey.INITIAL_METRICS)
@@ -139,10 +139,10 @@ def _check_update(server_rounds: ServerRounds, request: SiteRequest, result: Sha
 
 
 def leave_out(dxo: DXO, start: Mapping[Any, Any]) -> None:
-    """Replace an update in place by none at all, with hardly any weight. `start`: the entries that the site was sent.
+    """Replace an update in place by none at all, with negligible weight. `start`: the entries that the site was sent.
 
-    NVFlare's controllers end a job when too few results are good, and average what is there: so the result stays a good
-    one, says that nothing changed, and weighs nothing beside the others.
+    NVFlare's controllers end a job if too few results are good, and average the others: so the result stays a good one,
+    says that nothing changed, and has negligible weight.
     """
     for name, entry in [*dxo.data.items()]:
         before = None if dxo.data_kind == DataKind.WEIGHT_DIFF else start.get(name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a job without a line in its script: the handler to which `hosts/site/` redirects the making of job folders.
+"""Watch a job without changing its script: the handler to which `hosts/site/` redirects the creation of job folders.
 
-NVFlare makes a folder of each job, whether it is exported, submitted or simulated. Once it is made, our two components
-are written into its configuration.
+NVFlare creates a folder for each job, whether it is exported, submitted or simulated. Then our two components are
+written into its configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("fedvitals")
 
 
 def generate_job_config(original: Callable[..., Any], config: Any, job_root: Any, *more: Any, **others: Any) -> Any:
-    """Call `FedJobConfig.generate_job_config`, and let the job that it wrote be watched."""
+    """Call `FedJobConfig.generate_job_config`, and add our components to the job that it wrote."""
     outcome = original(config, job_root, *more, **others)
     try:
         watch_folder(Path(job_root) / str(config.job_name), WatchSettings.read(os.environ))

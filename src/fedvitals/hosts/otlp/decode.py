@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes OTLP messages into records: those of fedvitals as they were sent, those of others as far as they fit.
+"""Decodes OTLP messages into records: those of fedvitals exactly, those of others as far as they fit.
 
-They come from other machines: every id, number, name, time and text is checked and bounded. What does not hold is left
-out, counted and named; the rest is taken.
+They come from other machines: every id, number, name, time and text is checked and bounded. Invalid records are left
+out, counted and named; the rest is accepted.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class DecodedRecords:
 
 
 class Decoder:
-    """Turns OTLP requests into records. `runs` and `nodes`: whose records are accepted.
+    """Turns OTLP requests into records. `runs` and `nodes`: those whose records are accepted.
 
-    `sender`: the node that a request came from, which a record need not name; None: another monitor, which tells of all
+    `sender`: the node that sent a request, which a record need not name; None: another monitor, which reports on all
     nodes. What a sender calls `round` or `server` is its own.
     """
 
@@ -90,7 +90,7 @@ class Decoder:
 
     def _span(self, sender: Node | None, span: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
         attributes = resource | _attributes(span.attributes)
-        if attributes.get(names.PART) is True:  # its parent tells the same
+        if attributes.get(names.PART) is True:  # its parent contains the same
             return
         where = self._where(attributes, sender)
         begin, end = span.start_time_unix_nano, span.end_time_unix_nano
@@ -160,7 +160,7 @@ class Decoder:
         return Where(run, **places)
 
     def _identity(self, attributes: Attributes) -> tuple[str, int]:
-        """As told, so that what comes twice is stored once; but nobody is the monitor of this process."""
+        """Return the record's own identity, so that duplicates are stored once; never that of our own monitor."""
         source, sequence = attributes.get(names.SOURCE), attributes.get(names.SEQUENCE)
         if isinstance(source, str) and source and type(sequence) is int and 0 <= sequence < SEQUENCE:
             source = _name(source, "source")
@@ -169,7 +169,7 @@ class Decoder:
 
 
 def _decoded(make: Callable[..., Iterable[Record]], resources: Any, scopes: str, items: str) -> DecodedRecords:
-    """Return what `make` gives for each item, its resource's attributes, and whether fedvitals wrote it."""
+    """Return the result of `make` for each item, its resource's attributes, and whether fedvitals wrote it."""
     taken = DecodedRecords()
     for resource, ours, group in _scopes(resources, scopes, items):
         for item in group:
@@ -185,9 +185,9 @@ def _add(taken: DecodedRecords, make: Callable[..., Iterable[Record]], *argument
 
 
 def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Attributes, bool, Any]]:
-    """What belongs together: attributes of the resource, whether fedvitals wrote it, and the items.
+    """Yield what belongs together: attributes of the resource, whether fedvitals wrote it, and the items.
 
-    An empty message is two bytes on the way, and a microsecond here: how many there are is looked at first.
+    An empty message takes two bytes in transit but a microsecond here, so their number is checked first.
     """
     if len(resources) > GROUPS or sum(len(getattr(resource, scopes)) for resource in resources) > GROUPS:
         raise RecordError(f"The request has more than {GROUPS} resources or scopes.")
@@ -200,11 +200,11 @@ def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Attribute
 
 
 def _own(attributes: Attributes, prefix: str, without: Container[str] = ()) -> Attributes:
-    """What a record holds beside its coordinates: of ours what has the prefix, of others what is not ours."""
+    """Return what a record holds besides its coordinates: ours by the prefix, of others what is not ours."""
     if prefix:
         return {name.removeprefix(prefix): value for name, value in attributes.items() if name.startswith(prefix)}
     kept = (name for name in attributes if not name.startswith("fedvitals.") and name not in without)
-    # `failed` and `error` are what a Span of ours says of itself, and `parts` what its time went to.
+    # `failed` and `error` are the status of our own Spans, and `parts` what their time went to.
     return {
         f"own.{name}" if name in ("failed", "error", "message", "parts") else name: attributes[name] for name in kept
     }
@@ -214,14 +214,14 @@ def _metric(name: str) -> str:
     own = name.removeprefix(names.METRIC)
     if own != name and own in CATALOG:
         return own
-    # `service.name` and the like are fine; a quotation mark or a line break in a name is not.
+    # `service.name` and similar are valid; quotation marks or line breaks in a name are not.
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_.\-/ ]{0,199}", own) is None:
         raise RecordError(f"{_shown(name)} cannot be the name of a metric")
     return own if own.startswith("user.") else f"user.{own}"
 
 
 def _name(name: Any, what: str = "name") -> str:
-    """Return a name with escapes for what cannot be shown; its limit is that of payloads."""
+    """Return a name with escapes for characters that cannot be shown; limited as in payloads."""
     most = LAYER_NAME_CHARACTERS if what == "layer" else NAME_CHARACTERS
     if not isinstance(name, str) or not name.strip() or len(name := printable(name)) > most:
         raise RecordError(f"a {what} is a text of 1 to {most} characters, got {_shown(name)}")
@@ -235,7 +235,7 @@ def _identifier(identifier: bytes, size: int, what: str) -> str:
 
 
 def _seconds(nanoseconds: int) -> float:
-    """Since the epoch; 0 means that the sender does not know, and so now."""
+    """Return seconds since the epoch; 0 means that the sender does not know, so the current time."""
     seconds = nanoseconds / 10**9 if nanoseconds else time.time()
     if not EARLIEST <= seconds <= LATEST:
         raise RecordError(f"a time lies {seconds:.3g} s after 1970, which is past the year 2099")

@@ -7,8 +7,8 @@
                 train()
             tell(scope, loss=loss)
 
-What was told has left the client at most a second later, so that it is there even if the client dies in the next. It is
-no payload: `WorkerObserver` measures, and its records come home at the end.
+Values leave the client within a second, so they are available even if the client dies afterwards. This does not replace
+payloads: `WorkerObserver` measures, and its records arrive at the end.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ def live(
     policy: PrivacyPolicy | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Scope]:
-    """Open a scope whose `timed` blocks and metrics are sent to the server at once, as children of the span in
-    `headers`.
+    """Open a scope whose `timed` blocks and metrics are sent to the server at once.
 
-    `policy`: what may leave this client; that of a deployment (level 2, no tracebacks) where none is given. At the end
-    it waits at most `timeout` seconds for what is still on its way.
+    They are children of the span in `headers`. `policy`: what may leave this client; by default that of a deployment
+    (level 2, no tracebacks). At the end it waits at most `timeout` seconds for pending data.
     """
     sink = OpenTelemetry(endpoint, {} if token is None else {"Authorization": f"Bearer {token}"}, timeout=timeout)
     policy = policy or PrivacyPolicy(level=2, tracebacks=False)
     writer = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
-    # Stray: whatever this process says is a client's, whoever it names.
+    # Stray: everything from this process is a client's, whatever node it names.
     scope = arrived(headers, functools.partial(writer.emit, stray=True), node=node)
     try:
         with entered(scope):
@@ -58,6 +57,6 @@ def live(
 
 
 def tell(scope: Scope, **values: float) -> None:
-    """Send metrics of the client, as of now."""
+    """Send metrics of the client with the current time."""
     for name, value in values.items():
         scope.emit(Metric(where(scope), time.time(), public_name(name), float(value)))

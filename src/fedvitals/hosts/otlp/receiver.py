@@ -4,11 +4,11 @@
     with Receiver(monitor.host.admit, {monitor.run.id}, secret="...", host="0.0.0.0") as receiver:
         ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `progress`
 
-A client that crashes or times out has then told what it did until that moment. OTLP over HTTP, as protobuf or JSON, on
-/v1/traces, /v1/metrics and /v1/logs. Whoever sends is not trusted: its token says which node it is, and it can tell of
-no other; sizes are bounded before anything is unpacked, only expected runs (and nodes, where these are given) are
-taken, and `decode` checks every field. What a sender may tell, and how much, `transport.sender` and
-`transport.sender_limits` say, as for every other host.
+If a client crashes or times out, everything up to that moment has been reported. OTLP over HTTP, as protobuf or JSON,
+on /v1/traces, /v1/metrics and /v1/logs. Senders are not trusted: a token identifies the node, which can only report on
+itself; sizes are bounded before anything is unpacked, only expected runs (and nodes, if given) are accepted, and
+`decode` checks every field. `transport.sender` and `transport.sender_limits` define what a sender may report, and how
+much, as for every other host.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-BODY = 4 << 20  # bytes of a request, as it comes and unpacked: an empty message in it takes 30 times its own
-AT_ONCE = 16  # requests that are read at the same time
+BODY = 4 << 20  # bytes of a request, both received and unpacked: an empty message in it takes 30 times its own
+AT_ONCE = 16  # requests read at the same time
 SECRET_CHARACTERS = 16  # at least
-WHOLE = "whole"  # who sends, where that is a monitor with all of its run
+WHOLE = "whole"  # marks a sender that is a monitor with its whole run
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any, Node | None], DecodedRecords]]] = {
     "/v1/traces": (TRACES, "ExportTraceServiceRequest", Decoder.traces),
@@ -51,13 +51,13 @@ class Receiver:
     """An HTTP server for OTLP on a thread of its own; it serves until `close` is called.
 
     `take` gets the records of each request, the node that sent them, and the size of the request; it returns how many
-    it refused, and why the first of them (`monitor.host.admit` does all that). It is called on one thread at a time; if
-    it raises, the sender is asked to come again. `runs`: ids that are expected. `nodes`: whose records are taken; None
-    for all.
+    were rejected, and why the first of them was (`monitor.host.admit` does this). It is called on one thread at a time;
+    if it raises, the sender is asked to retry. `runs`: the expected run ids. `nodes`: those whose records are accepted;
+    None for all.
 
     `secret`: every sender needs the header «Authorization: Bearer ...» with its own `sender_token(secret, node)`.
-    `whole`: receive from another monitor that sends its run, in place of clients: the secret itself is its token, and
-    it is believed about all nodes and the whole run. `port` 0: any free.
+    `whole`: receive from another monitor that sends its run, instead of clients: the secret itself is its token, and it
+    is believed about all nodes and the whole run. `port` 0: any free port.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Receiver:
         self.close()
 
     def _sender(self, token: str) -> Node | None:
-        """Whose token it is; None: nobody's. A monitor that sends its whole run has no node, and is WHOLE here."""
+        """Return the owner of a token, or None. A monitor that sends its whole run has no node, and is WHOLE here."""
         if self._whole:
             return WHOLE if is_same(token, self._secret) else None
         return sender_of(self._secret, token)
@@ -125,10 +125,10 @@ class Receiver:
         return Response(200, self._receive(request.path, kind, body, sender), kind)
 
     def _receive(self, path: str, kind: str, body: bytes, sender: Node | None) -> bytes:
-        """The answer to a request whose size has been checked."""
+        """Return the answer to a request whose size has been checked."""
         signal, name, decode = _REQUESTS[path]
         request = message(signal.response[0], name)
-        with self._lock:  # one at a time: what a request unpacks to may be thirty times its size
+        with self._lock:  # one at a time: a request may unpack to thirty times its size
             try:
                 taken = decode(self._decoder, _parsed(request, kind, body), sender)
             except RecordError as error:
@@ -143,7 +143,7 @@ class Receiver:
         return _written(response, kind)
 
     def _hand_over(self, records: Sequence[Record], sender: Node | None, size: int) -> tuple[int, str]:
-        """Return how many records were refused, and why the first of them was."""
+        """Return how many records were rejected, and why the first of them was."""
         try:
             refused, why = self._take(records, sender, size) or (0, "")
         except Exception as error:
@@ -161,7 +161,7 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
         return body
     if encoding != "gzip":
         raise Refused(415, f"Content-Encoding is gzip or none, got '{bounded(encoding, 80)}'.")
-    inflater = zlib.decompressobj(31)  # the header of gzip, and its check
+    inflater = zlib.decompressobj(31)  # for the gzip header and checksum
     try:
         unpacked = inflater.decompress(body, BODY + 1)
     except zlib.error as error:
@@ -180,7 +180,7 @@ def _parsed(request: Any, kind: str, body: bytes) -> Any:
         content = json.loads(body)
         if isinstance(content, dict):
             return _json_format().ParseDict(_with_bytes(content), request(), ignore_unknown_fields=True)
-    except Exception as error:  # of protobuf and of JSON, which between them raise nearly everything
+    except Exception as error:  # from protobuf and JSON, which between them may raise nearly anything
         what = "protobuf" if kind == PROTOBUF else "JSON"
         raise Refused(400, f"The body is no {request.DESCRIPTOR.name} in {what}: {bounded(str(error), 200)}") from error
     raise Refused(400, f"The body is a JSON {type(content).__name__}, where an object is needed.")
@@ -203,7 +203,7 @@ def _refuse(refused: Refused, request: Request) -> Response:
 
 
 def _status(refused: Refused, kind: str) -> bytes:
-    """OTLP's answer to what is not taken: a google.rpc.Status, whose number is field 1 and whose text is field 2."""
+    """Return OTLP's error answer: a google.rpc.Status, whose code is field 1 and whose message is field 2."""
     if kind != PROTOBUF:
         return json.dumps({"code": refused.status, "message": str(refused)}).encode()
     same_fields = message("collector.trace.v1.trace_service", "ExportTracePartialSuccess")
@@ -211,7 +211,7 @@ def _status(refused: Refused, kind: str) -> bytes:
 
 
 def _with_bytes(value: Any) -> Any:
-    """In OTLP's JSON ids are hexadecimal, where protobuf's JSON has base64."""
+    """Convert ids: in OTLP's JSON they are hexadecimal, while protobuf's JSON has base64."""
     if isinstance(value, list):
         return [_with_bytes(item) for item in value]
     if not isinstance(value, dict):
@@ -224,4 +224,4 @@ def _with_bytes(value: Any) -> Any:
 
 
 def _json_format() -> Any:
-    return importlib.import_module("google.protobuf.json_format")  # comes with OTLP's messages, which are here
+    return importlib.import_module("google.protobuf.json_format")  # installed with OTLP's messages, which are present

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens by which an OTLP receiver knows its senders: one for each node, all derived from the receiver's secret.
+"""Tokens that identify the senders of an OTLP receiver: one per node, all derived from the receiver's secret.
 
     token = sender_token(secret, "c7")      # on the server; hand it to c7 and to nobody else
 
 A token names its node and proves it (HMAC-SHA256 of the name under the secret), so a receiver needs no list of senders,
-and no sender can make the token of another. It holds for as long as the secret does.
+and no sender can create another's token. It is valid as long as the secret is.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _PURPOSE = b"fedvitals otlp sender\0"
 
 
 def sender_token(secret: str, node: AnyName) -> str:
-    """Return the token with which this node, and nobody else, can report to a receiver with this secret."""
+    """Return the token with which only this node can report to a receiver with this secret."""
     name = node_name(node)
     encoded = base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
     return f"{encoded}.{_proof(secret, name)}"
 
 
 def sender_of(secret: str, token: str) -> Node | None:
-    """Return the node that a token is of; None if it is no token of this secret."""
+    """Return the node that a token belongs to; None if it is not a token of this secret."""
     encoded, _, proof = token.partition(".")
     try:
         name = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
@@ -38,7 +38,7 @@ def sender_of(secret: str, token: str) -> Node | None:
 
 
 def is_same(text: str, other: str) -> bool:
-    """Whether two texts are equal, in a time that does not tell where they differ."""
+    """Return whether two texts are equal, in a time that does not reveal where they differ."""
     return hmac.compare_digest(text.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by Python at startup where this folder is on PYTHONPATH: lets fedvitals watch frameworks without a line in apps.
+"""Run by Python at startup if this folder is on PYTHONPATH: lets fedvitals watch frameworks without changing apps.
 
-It runs in every process of an app, so it loads almost nothing and waits for the framework's classes to be imported; if
+It runs in every process of an app, so it loads almost nothing and waits until the framework's classes are imported; if
 anything goes wrong on our side, they work as before. `fedvitals.hosts.startup_path` says who sets the path.
 """
 # ruff: noqa: INP001, PLC0415, PTH120 - no package, and nothing is loaded before it is needed
@@ -16,8 +16,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# By the variable that switches a framework's hooks on: where its classes are, and who of ours is told of which call.
-# Of Flower, both in the newest version and in the oldest that we know.
+# By the variable that switches on a framework's hooks: where its classes are, and our handler of each call.
+# For Flower, in both the newest version and the oldest that we support.
 FLOWER, NVFLARE = "fedvitals.hosts.flower.unmodified", "fedvitals.hosts.nvflare.unmodified"
 TRAINER = "fedvitals.hosts.nvflare.site.trainer"
 CLIENT, SERVER = ("ClientApp", "__init__", FLOWER, "client_app"), ("ServerApp", "__call__", FLOWER, "server_app")
@@ -68,7 +68,7 @@ class ImportHook:
 
 
 def redirect_method(module: Any, owner: str, method: str, ours: str, handler: str) -> None:
-    """Redirect calls of a method to our handler, with the original method before the arguments."""
+    """Redirect calls of a method to our handler, which gets the original method before the arguments."""
     import functools
     import importlib
 
@@ -110,7 +110,7 @@ def note_failure(path: str) -> None:
         try:
             text = "".join(traceback.format_exception(error))
             fields = {"exception": kind.__name__, "message": str(error)[:1_000], "traceback": text[-20_000:]}
-            fields["trainer"] = "nvflare.client.cell.api" in sys.modules  # else some other program that it started
+            fields["trainer"] = "nvflare.client.cell.api" in sys.modules  # otherwise another program that it started
             part = f"{path}.{os.getpid()}"
             with open(part, "w", encoding="utf-8") as file:  # noqa: PTH123
                 json.dump(fields, file)

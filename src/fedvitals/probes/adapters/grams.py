@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inner products of adapters' factors, computed where the factors lie: on a GPU, or as NumPy arrays on the host.
+"""Inner products of adapters' factors, computed where the factors are stored: on a GPU, or as NumPy arrays on the host.
 
-What is known of a round's adapters are the global model before and after it, and the clients' updates. Of each adapter
-the columns of all B and the rows of all A are multiplied with each other, in double precision; only these small
-matrices are copied to the host.
+The inputs of a round are the global model before and after it, and the clients' updates. For each adapter, the columns
+of all B and the rows of all A are multiplied with each other, in double precision; only these small matrices are copied
+to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from fedvitals.probes.adapters.pairs import AdapterPair
 from fedvitals.stats import Array
 
-WEIGHED_NUMBERS = 1 << 18  # of each client, from which the weights of the mean are solved
+WEIGHED_NUMBERS = 1 << 18  # of each client, from which the averaging weights are solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True)
 class Grams:
-    """Of one adapter: BᵀB and A Aᵀ over all models side by side, [K, K], and how many directions each model has.
+    """BᵀB and A Aᵀ of one adapter over all models side by side, [K, K], and the number of directions of each model.
 
-    The models are the global one before and after the round, the clients, and the run's first model where it counts.
+    The models are the global one before and after the round, the clients, and the run's first model if it counts.
     """
 
     left: Array
     right: Array
     ranks: tuple[int, ...]  # of the models, in this order; their sum is K
-    held: tuple[int, ...]  # directions that each client has: those behind are zero, or as they were sent
+    held: tuple[int, ...]  # directions that each client has: the remaining ones are zero, or as they were sent
     moved: int  # clients whose factors differ from what they were sent, in directions that they have
 
 
@@ -54,7 +54,7 @@ class FactorPair:
 
 
 class ClientStack:
-    """The updates of clients whose models have one layout, one below the other."""
+    """The updates of clients whose models have the same layout, stacked."""
 
     def __init__(self, layout: PairLayout, vectors: Sequence[Any]) -> None:
         self.size = len(vectors)
@@ -82,7 +82,7 @@ class ClientStack:
 
 
 def local(values: Any) -> Any:
-    """Return values as they can be computed with in single or double precision: as an array if they are on the host."""
+    """Return values in single or double precision, as an array if they are on the host."""
     if not hasattr(values, "detach"):
         return np.asarray(values)
     values = values.detach()
@@ -109,7 +109,7 @@ def _on_host(values: Sequence[Any]) -> list[Array]:
 
 
 def stacked_clients(clients: Sequence[tuple[Any, PairLayout]]) -> list[ClientStack]:
-    """Return the updates (vector, layout) of clients, which come sorted by layout, in as few stacks as possible."""
+    """Return the updates (vector, layout) of clients, which must be sorted by layout, in as few stacks as possible."""
     together = groupby(clients, key=lambda client: id(client[1]))
     return [ClientStack(own[0][1], [vector for vector, _ in own]) for own in ([*group] for _, group in together)]
 
@@ -121,7 +121,7 @@ def grams_of(
     stacks: Sequence[ClientStack],
     first: Sequence[FactorPair | None],
 ) -> list[Grams]:
-    """Return the inner products of each named adapter; `first`: of the run's beginning, where that counts."""
+    """Return the inner products of each named adapter; `first`: factors at the beginning of the run, if they count."""
     products: list[Any] = []
     for name, old, new, beginning in zip(names, before, after, first, strict=True):
         rows_a, rows_b, moved = [old.a, new.a], [old.b.T, new.b.T], []
@@ -147,7 +147,7 @@ def grams_of(
 
 
 def _grown(rows: Any, rank: int) -> Any:
-    """Return the first directions of the global model, as many as a client has; zeros for those that are not there."""
+    """Return the first `rank` directions of the global model; missing ones are zeros."""
     if rank <= len(rows):
         return rows[:rank]
     library = _library(rows)
@@ -155,10 +155,10 @@ def _grown(rows: Any, rank: int) -> Any:
 
 
 def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> tuple[tuple[int, ...], int]:
-    """Return how many directions each client has, whose columns begin at `start`, and how many clients moved any.
+    """Return how many directions each client has, whose columns begin at `start`, and how many clients changed any.
 
-    moved: which directions differ from what a client was sent, by stack, [clients, r]. A client that has moved nothing
-    at all has what it was sent.
+    moved: which directions differ from what a client was sent, by stack, [clients, r]. A client that changed nothing at
+    all has what it was sent.
     """
     there, held, count_moved = (np.diag(left) > 0) | (np.diag(right) > 0), list[int](), 0
     for own in moved:
@@ -178,8 +178,10 @@ def step_products(
     stacks: Sequence[ClientStack],
     shared: Sequence[int],
 ) -> Array:
-    """Return the inner products of the clients' steps and, last, the server's, in the directions that all clients have
-    (`shared` of each adapter), [clients + 1, clients + 1]. Adapters are added up until there are enough numbers.
+    """Return the inner products of the clients' steps and, last, the server's, [clients + 1, clients + 1].
+
+    Only directions that all clients have count (`shared` of each adapter). Adapters are summed until there are enough
+    numbers.
     """
     totals: list[Any] = []
     count = 0

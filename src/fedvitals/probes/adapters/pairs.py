@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters, recognised by structure: a layer W becomes W + (α/r) B A, with A [r, in] and B [out, r].
 
-A pair is known by its names (those of peft and of the LoRA files that are in use), or by its shapes: two trained
-matrices alone in a module, small in their common dimension, beside a frozen matrix [out, in]. α/r is an attribute of
-the module that holds the pair. Everything else that trains (prompts, prefixes, heads, bottlenecks) is no pair, and is
+A pair is recognised by its names (those of peft and of common LoRA files), or by its shapes: the only two trained
+matrices of a module, small in their common dimension, next to a frozen matrix [out, in]. α/r is an attribute of the
+module that holds the pair. Everything else that trains (prompts, prefixes, heads, bottlenecks) is not a pair, and is
 measured like any other layer. Nothing here imports torch.
 """
 
@@ -30,7 +30,7 @@ SIDES = (
     ("A", "B"),
 )
 _B_OF = dict(SIDES)
-_DIAGONAL = "lora_E"  # of AdaLoRA, whose product has a third factor
+_DIAGONAL = "lora_E"  # in AdaLoRA, whose product has a third factor
 _PROMPT = re.compile(r"(^|[._])(prompt|prefix)")
 SCALES = ("scaling", "scale")  # attributes that hold α/r
 ALPHAS, RANKS = ("lora_alpha", "alpha"), ("r", "rank")
@@ -72,10 +72,10 @@ def _by_names(trained: Mapping[str, Shape], frozen: Mapping[str, Shape]) -> list
                 continue
             if any(own.startswith(".".join([*parts[:place], _DIAGONAL])) for own in shapes):
                 break
-            # Of several adapters of one layer (peft), the name of each belongs to its own.
+            # If a layer has several adapters (peft), each one's name belongs to its own parameters.
             own_name = [part for part in parts[place + 1 :] if part not in ("weight", "default")]
             layer, sides = ".".join([*parts[:place], *own_name]), ((name, shape), (other, shapes[other]))
-            # Written as x A B, with A [in, r] and B [r, out], the product is the transposed one: B is on its right.
+            # Written as x A B, with A [in, r] and B [r, out], the product is transposed: B is on its right.
             pair = _pair(layer, *sides) or _pair(layer, *sides[::-1])
             pairs += [] if pair is None else [pair]
             break
@@ -83,9 +83,7 @@ def _by_names(trained: Mapping[str, Shape], frozen: Mapping[str, Shape]) -> list
 
 
 def _by_shapes(trained: NamedShapes, frozen: NamedShapes) -> list[AdapterPair]:
-    """Return the pairs of modules in which two matrices alone train, beside a frozen matrix of their product's
-    shape.
-    """
+    """Return the pairs of modules that train only two matrices, next to a frozen matrix of their product's shape."""
     groups: dict[str, list[tuple[str, Shape]]] = defaultdict(list)
     for name, shape in trained:
         groups[_module_of(name)].append((name, shape))
@@ -101,29 +99,29 @@ def _by_shapes(trained: NamedShapes, frozen: NamedShapes) -> list[AdapterPair]:
         fitting = [
             p for p in candidates if p is not None and {(p.outputs, p.inputs), (p.inputs, p.outputs)} & bases[module]
         ]
-        # Where A and B could be exchanged, only the names would tell which is which.
+        # If A and B could be exchanged, only names would distinguish them.
         pairs += fitting if len(fitting) == 1 else []
     return pairs
 
 
 def _module_of(name: str) -> str:
-    """Return the module that holds a parameter, or of a linear layer's weight the module around that."""
+    """Return the module that holds a parameter; for a linear layer's weight, the module around that layer."""
     module, _, last = name.rpartition(".")
     return module.rpartition(".")[0] if last in ("weight", "bias") else module
 
 
 def _pair(name: str, a: tuple[str, Shape], b: tuple[str, Shape]) -> AdapterPair | None:
-    """Return A and B as a pair, if their shapes are those of one; a convolution counts as the matrix of its weights."""
+    """Return A and B as a pair if their shapes fit; a convolution counts as the matrix of its weights."""
     if len(a[1]) < 2 or len(b[1]) < 2 or math.prod(b[1][2:]) != 1:
         return None
     rank, inputs, outputs = a[1][0], math.prod(a[1][1:]), b[1][0]
-    # A rank that saves nothing is no adapter's.
+    # A rank that saves nothing does not belong to an adapter.
     fits = b[1][1] == rank and rank > 0 and rank * (inputs + outputs) <= inputs * outputs
     return AdapterPair(name, a[0], b[0], rank, inputs, outputs) if fits else None
 
 
 def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[str, int]:
-    """Return how many trained tensors are no part of a pair, by kind: «prompt» and «other»."""
+    """Return how many trained tensors do not belong to a pair, by kind: «prompt» and «other»."""
     used = {name for pair in pairs for name in (pair.a, pair.b)}
     kinds = {"prompt": 0, "other": 0}
     for name in trained:
@@ -133,7 +131,7 @@ def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[st
 
 
 def scale_of(model: Any, pair: AdapterPair) -> float | None:
-    """Return α/r of a pair in a model, from the module that holds it; None where that does not say."""
+    """Return α/r of a pair in a model, from the module that holds it; None if that has none."""
     try:
         get_holder, adapter = _holder(pair)
         module = model if get_holder is None else get_holder(model)
@@ -148,7 +146,7 @@ def scale_of(model: Any, pair: AdapterPair) -> float | None:
 
 @functools.lru_cache(4096)
 def _holder(pair: AdapterPair) -> tuple[Callable[[Any], Any] | None, str]:
-    """Return what gives the module that A and B are parts of (None: the model itself), and the adapter's name."""
+    """Return a getter of the module that A and B belong to (None: the model itself), and the adapter's name."""
     common = []
     for own, other in zip(pair.a.split("."), pair.b.split("."), strict=True):
         if own != other:
@@ -159,14 +157,14 @@ def _holder(pair: AdapterPair) -> tuple[Callable[[Any], Any] | None, str]:
 
 
 def _first_number(module: Any, names: Sequence[str], adapter: str) -> float | None:
-    """Return the first of a module's attributes that is a number; a module takes long to say that it has none."""
+    """Return the first of a module's attributes that is a number; a module is slow to report that it has none."""
     own, kind = getattr(module, "__dict__", {}), type(module)
     known = (_number(getattr(module, name), adapter) for name in names if name in own or hasattr(kind, name))
     return next((number for number in known if number is not None), None)
 
 
 def _number(attribute: Any, adapter: str) -> float | None:
-    """Return a positive number; of a mapping, as peft has it, the one of this adapter."""
+    """Return a positive number; from a mapping, as in peft, that of this adapter."""
     if isinstance(attribute, Mapping):
         attribute = attribute.get(adapter, next(iter(attribute.values()), None) if len(attribute) == 1 else None)
     usable = isinstance(attribute, int | float) and not isinstance(attribute, bool)

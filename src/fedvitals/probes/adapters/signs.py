@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vital signs of low-rank adapters, from inner products of their factors, without forming a product.
 
-All products in question are combinations Σ_k c_k b_k a_kᵀ of the same columns b_k and rows a_k: the clients' and the
+All these products are combinations Σ_k c_k b_k a_kᵀ of the same columns b_k and rows a_k: the clients' and the
 server's. Their inner products are G = (LᵀL) ∘ (R Rᵀ), with L = [b_1 … b_K] and R = [a_1; …; a_K], and ‖Σ_k c_k b_k
-a_kᵀ‖² = cᵀ G c. So one Gram matrix gives every norm and every distance, exactly. Adapters of the same ranks are
-computed together: every array begins with them.
+a_kᵀ‖² = cᵀ G c. So one Gram matrix gives every norm and every distance, exactly. Adapters of equal ranks are computed
+together, along the first axis of every array.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import numpy as np
 from fedvitals.probes.adapters.grams import Grams
 from fedvitals.stats import DIRECTIONS, Array
 
-LINEAR = 1e-3  # of the step: up to this the server's step counts as a weighted mean of the clients'
+LINEAR = 1e-3  # of the step: residual up to which the server's step counts as a weighted mean of the clients'
 SUM_TOLERANCE = 0.02  # of the weights, around 1
-ROUNDING = 1e-14  # of the squares of equal products, what their difference leaves
-FAINT = 1e-6  # of the largest singular value: below, a direction is not told
+ROUNDING = 1e-14  # of the squares of equal products: the remainder of their difference
+FAINT = 1e-6  # of the largest singular value: smaller directions are not recorded
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSigns:
-    """The signs of adapters after a round, [adapters], and of each client's part in them, [adapters, clients]; NaN for
-    what cannot be known.
+    """The signs of adapters after a round, [adapters], and each client's part in them, [adapters, clients].
+
+    Unknown values are NaN.
     """
 
     held: tuple[int, ...]  # directions that each client has
@@ -37,21 +38,21 @@ class AdapterSigns:
     effective_rank: Array  # exp(−Σ p log p) of the shares p of energy; 0 of a product that is zero
     stable_rank: Array  # ‖P‖_F² / ‖P‖₂²; 0 of a product that is zero
     energy_above: Array  # share of ‖P‖² in the directions above the smallest rank of a client
-    energy_kept: Array  # of these directions: ‖P‖² over that of the mean over those who have them
+    energy_kept: Array  # of these directions: ‖P‖² over that of the mean over the clients that have them
     error: Array  # ‖P − M‖ / ‖M‖, M = Σ w_i s_i B_i A_i
     error_by_rank: Array  # the same, each direction averaged over the clients that have it
     moved: Array  # clients whose factors differ from what they were sent
     spectrum: Array  # [adapters, DIRECTIONS]: shares of ‖P‖² of the first singular directions
     client_norms: Array  # ‖M_i‖
     client_changes: Array  # ‖M_i − P₀‖
-    client_directions: Array  # [adapters, clients, DIRECTIONS]: how much of each singular direction of P is a client's
+    client_directions: Array  # [adapters, clients, DIRECTIONS]: a client's share of each singular direction of P
 
 
 def mean_weights(products: Array) -> Array | None:
     """Return the weights with which the server averaged what the clients sent; None if it did something else.
 
-    products: inner products of the clients' steps and, last, the server's. That is solved for the clients' steps, which
-    leaves no residual if it is a weighted mean.
+    products: inner products of the clients' steps and, last, the server's. The server's step is solved for the clients'
+    steps, which leaves no residual if it is a weighted mean.
     """
     gram, aligned, size = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
     if not (size > 0 and np.isfinite(products).all()):
@@ -65,10 +66,10 @@ def mean_weights(products: Array) -> Array | None:
 
 
 def signs_of(grams: Sequence[Grams], scales: Array, weights: Array | None, *, first: int | None) -> AdapterSigns:
-    """Return the signs of adapters that have the same ranks, and whose clients hold the same directions.
+    """Return the signs of adapters of equal ranks, whose clients hold the same directions.
 
-    scales: α/r of each adapter in each model, [adapters, models]. weights: of the clients in the mean; None if unknown,
-    and then there are no errors. first: which of the models is that of the run's beginning; None: its product is zero.
+    scales: α/r of each adapter in each model, [adapters, models]. weights: of the clients in the mean; if None
+    (unknown), there are no errors. first: the index of the run's first model; None: its product is zero.
     """
     stack = _Stack(grams, scales)
     held, clients = grams[0].held, len(grams[0].held)
@@ -111,7 +112,7 @@ def signs_of(grams: Sequence[Grams], scales: Array, weights: Array | None, *, fi
 
 
 def _shares(held: Sequence[int], weights: Array) -> Array:
-    """Return the weights of the mean in which each direction counts the clients that have it, [clients, rank]."""
+    """Return the weights of a mean that averages each direction over the clients that have it, [clients, rank]."""
     has = np.arange(max(held, default=0)) < np.array(held)[:, None]
     totals = (has * weights[:, None]).sum(0)
     return np.asarray(np.divide(has * weights[:, None], totals, out=np.zeros(has.shape), where=totals > 0))
@@ -123,8 +124,8 @@ class _Stack:
     def __init__(self, grams: Sequence[Grams], scales: Array) -> None:
         self._left, self._right = np.stack([g.left for g in grams]), np.stack([g.right for g in grams])
         self._gram, self._scales, self._ranks = self._left * self._right, scales, grams[0].ranks
-        self._model = np.repeat(np.arange(len(self._ranks)), self._ranks)  # of each column
-        self.numbers = np.concatenate([np.arange(rank) for rank in self._ranks])  # of its direction
+        self._model = np.repeat(np.arange(len(self._ranks)), self._ranks)  # model of each column
+        self.numbers = np.concatenate([np.arange(rank) for rank in self._ranks])  # direction number of each column
         self.scale_by_column = scales[:, self._model]
 
     def coefficients(self) -> Array:
@@ -146,14 +147,14 @@ class _Stack:
         return np.asarray(np.sqrt(np.where(squares <= ROUNDING * largest, 0.0, squares)))
 
     def along_new(self) -> tuple[Array, Array]:
-        """Return the singular values of the new model's product P, and u_kᵀ M v_k / σ_k of every model's product M in
-        P's first singular directions, [adapters, models, DIRECTIONS]; NaN where there is none, or P is not finite.
+        """Return the singular values of the new model's product P, and u_kᵀ M v_k / σ_k of every model's product M.
 
-        Weighted as in a mean of products, they add up to 1. B = Q √Λ Vᵀ with BᵀB = V Λ Vᵀ, and A likewise, so that P's
-        singular values are those of √Λ Vᵀ V' √Λ'.
+        The latter in P's first singular directions, [adapters, models, DIRECTIONS]; NaN if there is none, or P is not
+        finite. Weighted as in a mean of products, they add up to 1. B = Q √Λ Vᵀ with BᵀB = V Λ Vᵀ, and A likewise, so
+        that P's singular values are those of √Λ Vᵀ V' √Λ'.
         """
         new = slice(self._ranks[0], self._ranks[0] + self._ranks[1])
-        finite = np.isfinite(self._gram[:, new, new].sum(axis=(1, 2), keepdims=True))  # else there is no decomposition
+        finite = np.isfinite(self._gram[:, new, new].sum(axis=(1, 2), keepdims=True))  # otherwise undecomposable
         roots_b, basis_b, inverse_b = _roots(np.where(finite, self._left[:, new, new], 0.0))
         roots_a, basis_a, inverse_a = _roots(np.where(finite, self._right[:, new, new], 0.0))
         core = roots_b[:, :, None] * (basis_b.swapaxes(1, 2) @ basis_a) * roots_a[:, None]
@@ -170,7 +171,7 @@ class _Stack:
 
 
 def _roots(gram: Array) -> tuple[Array, Array, Array]:
-    """Return √Λ, V and 1/√Λ of symmetric matrices V Λ Vᵀ; the inverse is zero where there is nothing but rounding."""
+    """Return √Λ, V and 1/√Λ of symmetric matrices V Λ Vᵀ; the inverse is zero where values are only rounding."""
     squares, basis = np.linalg.eigh(gram)
     roots = np.sqrt(np.maximum(squares, 0.0))
     there = squares > 1e-15 * squares[:, -1:]
@@ -183,7 +184,7 @@ def _effective_rank(energies: Array) -> Array:
 
 
 def _first_directions(values: Array, missing: float) -> Array:
-    """Return the first DIRECTIONS of the last axis, filled up where there are fewer."""
+    """Return the first DIRECTIONS of the last axis, padded if there are fewer."""
     whole = np.full((*values.shape[:-1], DIRECTIONS), missing)
     count = min(DIRECTIONS, values.shape[-1])
     whole[..., :count] = values[..., :count]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-rank adapters of a run, round by round, at the server: what it sent, what came back, what it made of it.
+"""The low-rank adapters of a run, round by round, at the server: what it sent, what came back, and the result.
 
 A and B of a client are those of the global model plus the client's update; one that does not train is the global
 model's. Nothing is measured of a client whose
@@ -43,7 +43,7 @@ _COLUMN = {name: place for place, name in enumerate(ADAPTER_COLUMNS)}
 
 
 class KeptUpdate(Protocol):
-    """A client's update, as `probes.updates` and `probes.numpy_updates` keep it."""
+    """A client's update, as kept by `probes.updates` and `probes.numpy_updates`."""
 
     node: str
     vector: Any
@@ -56,7 +56,7 @@ class KeptUpdate(Protocol):
 
 
 class ClientView(Protocol):
-    """A client's model, as `probes.view.View` shows it."""
+    """A client's model, as `probes.view.View` presents it."""
 
     model: Any
     node: str | None
@@ -79,15 +79,15 @@ class _Copy:
 
 
 class AdapterWatch:
-    """`begin_round` and `end_round` take the global model, `close_round` the clients' updates."""
+    """Measures a run's adapters: `begin_round` and `end_round` take the global model, `close_round` the updates."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[int, ...], PairLayout] = {}  # of the models of clients, by the sizes of their layers
+        self._layouts: dict[tuple[int, ...], PairLayout] = {}  # of the clients' models, by the sizes of their layers
         self._known: set[str] = set()  # digests of tables
         self._found: dict[Any, tuple[AdapterPair, ...]] = {}  # by names and shapes
-        self._scales: dict[str, float] = {}  # α/r by client, as it told
+        self._scales: dict[str, float] = {}  # α/r by client, as reported
         self._first: dict[str, FactorPair | None] = {}  # of the run's first model, by pair; None: its product is zero
-        self._frozen: dict[tuple[AdapterPair, ...], list[str]] = {}  # names of the matrices beside the pairs
+        self._frozen: dict[tuple[AdapterPair, ...], list[str]] = {}  # names of the matrices next to the pairs
         self._pairs: tuple[AdapterPair, ...] = ()
         self._start: _Copy | None = None
         self._new: _Copy | None = None
@@ -96,7 +96,7 @@ class AdapterWatch:
     def pairs_of(
         self, trained: Sequence[tuple[str, Any]], frozen: Sequence[tuple[str, Any]]
     ) -> tuple[AdapterPair, ...]:
-        """Return the low-rank pairs of a model, from its named parameters that train and those that do not."""
+        """Return the low-rank pairs of a model, from its named trained and frozen parameters."""
         shapes = tuple((name, tuple(p.shape)) for name, p in trained)
         key = shapes, len(frozen)
         if key not in self._found:
@@ -104,11 +104,11 @@ class AdapterWatch:
         return self._found[key]
 
     def note_scales(self, scales: Mapping[str, float]) -> None:
-        """Set clients' own α/r, each the mean over its adapters, as they say."""
+        """Set clients' own α/r, each the mean over its adapters, as reported."""
         self._scales |= {node: scale for node, scale in scales.items() if math.isfinite(scale) and scale > 0}
 
     def facts_of(self, view: ClientView) -> dict[str, float]:
-        """Return the rank of a client's low-rank adapters and their α/r, as metrics; none where there are none."""
+        """Return the rank of a client's low-rank adapters and their α/r, as metrics; empty if there are none."""
         pairs = self.pairs_of(view.named_parameters, view.frozen)
         scale = _mean(scale_of(view.model, pair) for pair in pairs)
         facts = {"adapter.rank": float(max(pair.rank for pair in pairs))} if pairs else {}
@@ -120,8 +120,9 @@ class AdapterWatch:
     def begin_round(
         self, model: Any, trained: Sequence[tuple[str, Any]], frozen: Sequence[tuple[str, Any]] = ()
     ) -> dict[str, LayerTable]:
-        """Take the global model that a round begins with, and its named parameters; returns the table of its adapters,
-        if it has any.
+        """Record the global model that a round begins with, and its named parameters.
+
+        Returns the table of its adapters, if it has any.
         """
         self._start = self._new = None
         self._pairs = self.pairs_of(trained, frozen)
@@ -147,7 +148,7 @@ class AdapterWatch:
         return _Copy(values, frozen, {pair.name: scale_of(model, pair) for pair in self._pairs})
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Set the shapes of the clients' layers, which an update itself does not carry."""
+        """Set the shapes of the clients' layers, which an update itself does not contain."""
         for table in tables:
             if table.rows != "parameter" or table.digest in self._known:
                 continue
@@ -169,7 +170,7 @@ class AdapterWatch:
         return tuple(replace(pair, rank=rank) for pair, rank in zip(pairs, ranks, strict=True) if rank is not None)
 
     def close_round(self, updates: Sequence[KeptUpdate]) -> list[tuple[str, Results]]:
-        """Return what is known of the adapters after the round, of the server and of each client, by node."""
+        """Return the metrics of the adapters after the round, for the server and each client, by node."""
         start, new, pairs = self._start, self._new, self._pairs
         self._start = self._new = None
         if start is None or new is None or any(_shapes(start, p) != _shapes(new, p) for p in pairs):
@@ -178,7 +179,7 @@ class AdapterWatch:
         if not clients:
             return []
         if all(_same(start.values[n], new.values[n]) for p in pairs for n in (p.a, p.b)):
-            return []  # the aggregation has not been seen
+            return []  # the aggregation was not observed
         clients.sort(key=lambda client: id(client[1]))
         stacks = stacked_clients([(update.vector, layout) for update, layout in clients])
         nodes = [update.node for update, _ in clients]
@@ -194,7 +195,7 @@ class AdapterWatch:
         stacks: Sequence[ClientStack],
         ratios: Sequence[float],
     ) -> list[tuple[list[AdapterPair], AdapterSigns]]:
-        """Return the signs of adapters, those together whose ranks are the same."""
+        """Return the signs of adapters, computed together for equal ranks."""
         names = [pair.name for pair in due]
         before, after = [start.factors(pair) for pair in due], [new.factors(pair) for pair in due]
         first = [self._earlier(name, own) for name, own in zip(names, before, strict=True)]
@@ -223,12 +224,12 @@ class AdapterWatch:
         return signs
 
     def _earlier(self, name: str, before: FactorPair) -> FactorPair | None:
-        """Return the factors of the run's first model; None where they are this round's, or their product is zero."""
+        """Return the factors of the run's first model; None if they are this round's, or their product is zero."""
         first = self._first.get(name)
         return first if first is not None and first.a.shape == before.a.shape else None
 
     def _usable(self, update: KeptUpdate) -> PairLayout | None:
-        """Return where the adapters lie in a client's update; None if it does not have them all."""
+        """Return the positions of the adapters in a client's update; None if it does not have them all."""
         layout = self._layouts.get(tuple(update.sizes))
         if layout is None or update.vector is None or not update.finite:
             return None
@@ -236,7 +237,7 @@ class AdapterWatch:
         return layout if {(p.name, p.inputs, p.outputs) for p in self._pairs} <= shapes else None
 
     def _due(self, pairs: Sequence[AdapterPair], clients: int) -> list[int]:
-        """Return the places of the adapters whose turn it is."""
+        """Return the indices of the adapters whose turn it is."""
         self._credit = min(self._credit, 0.0) + WORK
         due: list[int] = []
         for place in (place % len(pairs) for place in range(self._turn, self._turn + len(pairs))):
@@ -249,13 +250,13 @@ class AdapterWatch:
         return due
 
     def _ratios(self, nodes: Sequence[str], start: _Copy) -> list[float]:
-        """Return each client's α/r over the server's; 1 where either is not known."""
+        """Return each client's α/r over the server's; 1 if either is unknown."""
         own = _mean(start.scales.values())
         return [self._scales[node] / own if own and node in self._scales else 1.0 for node in nodes]
 
 
 def _has_product(grams: Grams) -> bool:
-    """Return whether the global model's product before the round is not zero for certain."""
+    """Return whether the global model's product before the round is certainly not zero."""
     rank = grams.ranks[0]
     return bool(np.diag(grams.left)[:rank].any() and np.diag(grams.right)[:rank].any())
 
@@ -301,7 +302,7 @@ def _beside(model: Any, pairs: Sequence[AdapterPair], trained: set[str]) -> list
 
 
 def _named(model: Any, name: str) -> Any:
-    """Return a parameter or buffer of a model; None of a model that has no modules, or no such tensor."""
+    """Return a parameter or buffer of a model; None if it has no modules, or no such tensor."""
     for part in name.split("."):
         model = getattr(model, part, None)
     return model
@@ -355,7 +356,7 @@ def _measured(rows: Array, directions: Array, metrics: Mapping[str, float]) -> R
 
 
 def _whole(rows: Array, scale: float | None) -> dict[str, float]:
-    """Return the round's metrics: means over the adapters, and the norms of all changes together."""
+    """Return the round's metrics: means over the adapters, and the norm of all changes together."""
     columns = dict(zip(ADAPTER_COLUMNS, rows.T, strict=True))
     means = ("effective_rank", "stable_rank", "energy_above", "energy_kept")
     metrics = {f"adapter.{name}": columns[name] for name in means}

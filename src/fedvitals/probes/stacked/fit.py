@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit of stacked clients: the same numbers as `fit`, for all clients that are due by two batched forward passes."""
+"""Fit of stacked clients: the same numbers as `fit`, for all due clients by two batched forward passes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.stack import Stack
 from fedvitals.stats import Array
 
-Batch = tuple[Sequence[int], Tensor, Tensor]  # rows of clients, and the samples and labels of each
+Batch = tuple[Sequence[int], Tensor, Tensor]  # rows of clients, and their samples and labels
 Whole = npt.NDArray[np.int64]
 _MOST_PAIRS = 1_000_000  # of classes, over all clients
 
 
 class StackFit(Fit):
-    """The fit probe for a whole stack: of the same clients, with as many samples, as if each had trained alone."""
+    """The fit probe for a whole stack: for the same clients, with as many samples, as if each trained alone."""
 
     def received(
         self, stack: Stack, model: StackModel, turn: Turn | None = None
     ) -> tuple[dict[str, Array], list[Batch]]:
-        """Return metrics of the received models, [clients] each, without values of clients that are not due; and the
-        samples for `trained`, by clients that use equally many.
+        """Return metrics of the received models, [clients] each, without values of clients that are not due.
+
+        Also the samples for `trained`, grouped by clients that use equally many.
         """
         batches: list[Batch] = []
         metrics: dict[str, Array] = {}
@@ -54,7 +55,7 @@ class StackFit(Fit):
         return metrics
 
     def _due(self, stack: Stack, turn: Turn) -> dict[int, list[int]]:
-        """Return the rows of clients that are measured, by their number of samples."""
+        """Return the rows of clients to measure, by their number of samples."""
         rows: dict[int, list[int]] = {}
         if stack.loss is not None:
             silent = set(stack.silent)
@@ -80,14 +81,14 @@ class StackFit(Fit):
 
 
 def sample_counts(stack: Stack) -> list[int]:
-    """Return how many samples each client has; FIRST_SAMPLES where the host does not tell."""
+    """Return how many samples each client has; FIRST_SAMPLES if the host does not say."""
     return [FIRST_SAMPLES] * len(stack.nodes) if stack.labels is None else [len(own) for own in stack.labels]
 
 
 def fill_rows(metrics: dict[str, Array], own: Mapping[str, Array], rows: Sequence[int], clients: int) -> None:
-    """Put the values of some clients into metrics of all of them, [clients] each, the others without a value.
+    """Set the values of some clients in metrics of all of them, [clients] each, the others without a value.
 
-    That is a mask; NaN for a metric of which NaN says so already.
+    Missing values are masked, or NaN in a metric where that means missing.
     """
     for name, values in own.items():
         if name not in metrics:
@@ -97,10 +98,9 @@ def fill_rows(metrics: dict[str, Array], own: Mapping[str, Array], rows: Sequenc
 
 
 def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:
-    """Return `fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]; NaN where there is
-    none.
+    """Return `fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]; NaN if there is none.
 
-    All clients at once, if a table of all pairs is small.
+    Computed for all clients at once if a table of all pairs is small.
     """
     clients = len(labels)
     if clients * classes**2 > _MOST_PAIRS or labels.min() < 0 or labels.max() >= classes:
@@ -110,7 +110,7 @@ def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Arra
     place = (np.arange(clients)[:, None] * classes + labels) * classes + guesses
     counts = np.bincount(place.ravel(), minlength=clients * classes**2).reshape(clients, classes, classes)
     sizes = counts.sum(axis=2, keepdims=True)
-    counts[:, np.arange(classes), np.arange(classes)] = 0  # what was guessed right
+    counts[:, np.arange(classes), np.arange(classes)] = 0  # correct guesses
     shares = (np.maximum(counts - 1, 0) / (sizes + 2)).reshape(clients, -1)
     best = shares.argmax(axis=1)
     largest_shares = shares[np.arange(clients), best]
@@ -118,11 +118,14 @@ def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Arra
 
 
 def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Array, int]:
-    """Of each sample its loss, in evaluation mode; of a classifier also label, guess and whether it is confidently
-    wrong, [1 or 4, clients, samples]; and the number of classes, 0 for any other model. Home in one copy."""
+    """Return each sample's loss, in evaluation mode, and the number of classes, 0 if it is not a classifier.
+
+    For a classifier also label, guess and whether it is confidently wrong, [1 or 4, clients, samples]. Uses one copy to
+    the host.
+    """
     assert stack.loss is not None  # noqa: S101 - asked by the caller
     with evaluation_without_gradients(model.module):
-        # A copy: a model may work on its input in place, and the samples are needed again.
+        # A copy: a model may modify its input in place, and the samples are needed again.
         output = torch.cat([model.apply(x[part].clone(), part) for part in model.parts(x)])
         losses = per_sample(stack.loss, output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
         classes = output.shape[2] if is_classifier(output.flatten(0, 1), y.flatten(0, 1)) else 0

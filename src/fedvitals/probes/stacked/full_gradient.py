@@ -22,7 +22,7 @@ Loss = Callable[..., Any]
 
 def stacked_full_gradient(model: StackModel, x: Tensor, y: Tensor, loss: Loss) -> list[Array | Tensor]:
     """Return nine sums per layer, [clients, layers, 9], on the device of x; x and y are [clients, samples, ...]."""
-    # A GPU takes what fits; on a processor, as without a stack, so that sums are added in the same order.
+    # A GPU takes as many as fit; a CPU as many as without a stack, so that sums are added in the same order.
     batch = max(1, model.together(x.device) // max(1, x[0, 0].numel())) if x.is_cuda else BATCH
     parts: list[Any] = []
     with evaluation_mode(model.module):
@@ -39,14 +39,15 @@ def stacked_full_gradient(model: StackModel, x: Tensor, y: Tensor, loss: Loss) -
 
 
 def _gradient(model: StackModel, part: slice, inputs: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Return the gradient of the mean loss over these samples, [clients, weights]: by the host's forward, or its
-    module.
+    """Return the gradient of the mean loss over these samples, [clients, weights].
+
+    It is computed by the host's forward, or by its module.
     """
     if model.forward is not None:
         with torch.enable_grad():
             states = model.states.detach()[part].clone().requires_grad_()
             losses = vmap(loss, randomness="different")(model.by_host(states, inputs), labels)
-            # Clients do not mix, so that one backward pass from the sum of their losses serves all.
+            # Clients do not mix, so one backward pass from the sum of their losses serves all.
             return torch.autograd.grad(losses.sum(), states)[0][:, : model.weights]
 
     def client_loss(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:

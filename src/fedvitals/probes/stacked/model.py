@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of stacked clients: one matrix of states, read as tensors, and applied to all clients' samples at once."""
+"""The models of stacked clients: one matrix of states, read as tensors, and applied to all clients' samples."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class StackModel:
         return [tensors[name] for name, _ in self.buffers]
 
     def together(self, device: torch.device) -> int:
-        """Return how many input values fit into memory at a time; determined once, so that all portions are alike."""
+        """Return how many input values fit into memory at a time; determined once, so that all portions are equal."""
         if device.type != "cuda":
             return _TOGETHER
         if self._together is None:
             free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch keeps for us
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for us
             self._together = min(_TOGETHER_CUDA, int(_SHARE * free) // _BYTES)
         return self._together
 
@@ -98,8 +98,7 @@ class StackModel:
             yield slice(first, min(first + each, self.clients))
 
     def apply(self, x: Tensor, clients: slice, *, twice: bool = False) -> Any:
-        """Return the outputs of these clients' models on their own samples, [clients, samples, ...]; differentiable by
-        x.
+        """Return the outputs of these clients' models on their samples, [clients, samples, ...], differentiable in x.
 
         `twice`: gradients will be differentiated again, which the host's own forward may not support.
         """

@@ -17,7 +17,7 @@ from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.view import evaluation_mode
 from fedvitals.stats import Array
 
-_COST = 3  # the backward pass is kept as well, to be differentiated, and its derivative
+_COST = 3  # the backward pass is kept as well, for differentiation, and its derivative
 
 
 def stacked_nonlinearity(model: StackModel, x: Tensor, seeds: Sequence[int]) -> Array:
@@ -37,7 +37,7 @@ def stacked_nonlinearity(model: StackModel, x: Tensor, seeds: Sequence[int]) -> 
 
 def _portion(model: StackModel, x: Tensor, drawn: Tensor, part: slice) -> Tensor:
     inputs = x[part].detach().clone().requires_grad_()
-    # By the module: kernels that a host wrote by hand for its forward pass are seldom differentiable twice.
+    # By the module: a host's hand-written kernels for its forward pass are seldom differentiable twice.
     outputs = model.apply(inputs, part, twice=True)
     require_class_outputs(
         outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, inputs.shape[0] * inputs.shape[1]

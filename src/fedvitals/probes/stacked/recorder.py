@@ -45,7 +45,7 @@ class StackRecorder:
         self._waiting: dict[int, Tensor] = {}  # by place: steps that are kept on a device, to be counted together
         self._on_device: MatrixSums | None = None
         self._kernel = jit.load_kernel().kernel
-        self._address: tuple[int, int] | None = None  # of the matrix that the table is made for: where, and row length
+        self._address: tuple[int, int] | None = None  # of the matrix behind the table: address, and row length
         self._table = np.zeros((clients, len(self._sizes), 3), np.int64)
         self._call = array.array("q", [self._table.ctypes.data, clients * len(self._sizes), 0])
         self._arguments = self._call.buffer_info()[0]

@@ -22,7 +22,7 @@ from fedvitals.probes.stacked.signs import DeviceSigns, HostSigns, Signs
 from fedvitals.probes.view import evaluation_mode
 from fedvitals.stats import Array
 
-_SAMPLES = 64  # of each client at a time, as without a stack: a random stream begins anew with each portion
+_SAMPLES = 64  # per client at a time, as without a stack: a random stream restarts with each portion
 
 
 def stacked_scale(
@@ -37,7 +37,7 @@ def stacked_scale(
     `samples` computes them, such as a `ScaleGraph`; by default `scale_samples`.
     """
     summaries = scale_summaries((samples or scale_samples)(model, x, seeds, exact=probe.exact))
-    rows = dict(zip(summaries, torch.stack([*summaries.values()]).cpu().numpy(), strict=True))  # home in one copy
+    rows = dict(zip(summaries, torch.stack([*summaries.values()]).cpu().numpy(), strict=True))  # one copy to the host
     for name in ("scale.gsc", "scale.sensitivity"):
         nothing = np.isnan(rows[name])
         for metric in (name, f"{name}_median", f"{name}_spread", f"{name}_error"):
@@ -48,7 +48,7 @@ def stacked_scale(
 def scale_samples(model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: bool = False) -> Tensor:
     """Return GSC and sensitivity of each sample, [2, clients, samples] in float64, on the device of x.
 
-    On a GPU the seeds together make one stream of signs (`signs`) instead of one for each client.
+    On a GPU the seeds together make one stream of signs (`signs`) instead of one per client.
     """
     signs = DeviceSigns(seeds, x.device) if x.is_cuda else HostSigns(seeds)
     with evaluation_mode(model.module):
@@ -56,10 +56,10 @@ def scale_samples(model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: 
 
 
 def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of `scale`, [..., clients] each in float64, from GSC and sensitivity [2, ..., clients,
-    samples].
+    """Return the metrics of `scale`, [..., clients] each in float64, from GSC and sensitivity.
 
-    Over the finite samples, like `scale.summary`; NaN where there are none. It does not synchronise.
+    The input is [2, ..., clients, samples]. Computed over the finite samples, like `scale.summary`; NaN if there are
+    none. It does not synchronise.
     """
     gsc, sensitivity = samples.unbind()
     return {
@@ -87,7 +87,7 @@ def measure_scale(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) ->
 
 
 def _portion(model: StackModel, x: Tensor, part: slice, signs: Signs, *, exact: bool) -> Tensor:
-    """GSC and sensitivity, [2, clients, samples] in float64."""
+    """Return GSC and sensitivity, [2, clients, samples] in float64."""
     with torch.enable_grad():
         inputs = x.detach().clone().requires_grad_()
         outputs = model.apply(inputs, part)
@@ -107,7 +107,7 @@ def _portion(model: StackModel, x: Tensor, part: slice, signs: Signs, *, exact: 
 def _pull(inputs: Tensor, outputs: Tensor, direction: Tensor) -> Tensor:
     """Return ‖vᵀJ‖² of each client's samples, by one backward pass, since neither samples nor clients mix."""
     (gradient,) = torch.autograd.grad(outputs, inputs, direction, retain_graph=True)
-    if gradient.is_cuda:  # as it lies in memory, and without writing all squares out: half of the traffic
+    if gradient.is_cuda:  # in memory order and without storing all squares, which halves the traffic
         within = tuple(range(2, gradient.dim()))
         norms: Tensor = torch.linalg.vector_norm(gradient.detach().double(), dim=within)
         return norms.square()
@@ -120,7 +120,7 @@ def _exact(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _estimated(inputs: Tensor, outputs: Tensor, weight: Tensor | None, part: slice, signs: Signs) -> Tensor:
-    """The estimate of `scale.estimated_squares`."""
+    """Return the estimate of `scale.estimated_squares`."""
     if outputs.shape[2] == 1:
         return _pull(inputs, outputs, torch.ones_like(outputs))
     drawn = signs(outputs, part, 1 if weight is not None else 2)
@@ -129,7 +129,7 @@ def _estimated(inputs: Tensor, outputs: Tensor, weight: Tensor | None, part: sli
     weight = weight.double()
     gram = weight @ weight.mT
     finite = gram.isfinite().all(2).all(1)[:, None, None]
-    # Where it is not finite, neither are the outputs, and so the result; but the decomposition would refuse all.
+    # Where it is not finite, neither are the outputs, nor the result; but the decomposition would fail for all clients.
     gram = gram.where(finite, torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device))
     direction = by_squaring(gram) if gram.is_cuda else by_decomposition(gram)
     return deflated(inputs, outputs, gram, direction, drawn[0])
@@ -155,10 +155,10 @@ def _summaries(name: str, values: Tensor) -> dict[str, Tensor]:
     """Return mean, median, spread and standard error over each client's finite samples."""
     lost = ~values.isfinite()
     count = (~lost).sum(-1).double()
-    mean = values.masked_fill(lost, 0.0).sum(-1) / count  # 0 / 0, which is NaN, where nothing is finite
+    mean = values.masked_fill(lost, 0.0).sum(-1) / count  # 0 / 0, which is NaN, if nothing is finite
     squares = (values - mean[..., None]).masked_fill(lost, 0.0).square().sum(-1)
     spread = (squares / (count - 1)).sqrt().masked_fill(count < 2, math.nan)
-    middle = ((count - 1).clamp_min(0) / 2).long()[..., None]  # the lower one of two, as torch has it
+    middle = ((count - 1).clamp_min(0) / 2).long()[..., None]  # the lower of the two, as in torch
     median = values.masked_fill(lost, math.inf).sort(-1).values.gather(-1, middle).squeeze(-1)
     return {
         name: mean,

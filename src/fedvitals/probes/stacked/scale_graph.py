@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient scale of stacked clients as a captured CUDA graph, for hosts that measure it at every step.
 
-Started one by one, its eighty small operations cost the host more than the device: twenty times a round, that is longer
-than the training. Captured once for each shape, they are started together.
+Launched individually, its eighty small operations cost the host more than the device: twenty times a round, that is
+longer than the training. Captured once for each shape, they are launched together.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedvitals.probes.stacked.signs import BufferedSigns
 from fedvitals.probes.view import evaluation_mode
 
 _WARM_UPS = 3
-_MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes go the ordinary way
+_MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes are computed directly
 
 
 class ScaleGraph:
-    """Computes `scale_samples` faster from the second call of a shape on. Kept over the rounds of a run.
+    """Computes `scale_samples` faster from the second call of a shape on. Kept across the rounds of a run.
 
     `failures` says why a shape could not be captured; it is then measured directly, as is everything on a CPU.
     """
@@ -37,7 +37,7 @@ class ScaleGraph:
         """Return GSC and sensitivity, [2, clients, samples] in float64, on the device."""
         if not x.is_cuda or not x.is_floating_point():
             return scale_samples(model, x, seeds, exact=exact)
-        # A recording keeps its module alive, so that no other can have its id.
+        # A recording keeps its module alive, so that no other can get the same id.
         key = (id(model.module), tuple(model.states.shape), tuple(x.shape), x.dtype, x.device, exact)
         if key not in self._recorded and len(self._recorded) < _MOST:
             self._recorded[key] = self._record(model, x, exact=exact)
@@ -49,7 +49,7 @@ class ScaleGraph:
     def _record(self, model: StackModel, x: Tensor, *, exact: bool) -> _Recording | None:
         try:
             return _Recording(model, x, exact=exact)
-        except (RuntimeError, Warning) as error:  # an operation that waits, or no memory for a pool of its own
+        except (RuntimeError, Warning) as error:  # an operation that waits, or no memory for a separate pool
             self.failures.append(f"{tuple(x.shape)}: {error}")
             return None
 
@@ -62,7 +62,7 @@ class _Recording:
         self._signs = BufferedSigns(x.device)
         self._exact = exact
         self._samples: Tensor
-        self._model.together(x.device)  # asked before, since the driver need not answer while it records
+        self._model.together(x.device)  # called in advance, since the driver may not answer during capture
         with evaluation_mode(model.module):
             self._graph = captured(self._measure, [*[self._measure] * _WARM_UPS, self._rehearse], device=x.device)
 
@@ -79,12 +79,12 @@ class _Recording:
         self._x.copy_(x.detach())
         self._signs.fill(seeds)
         self._graph.replay()
-        return self._samples.clone()  # the next replay writes there again
+        return self._samples.clone()  # the next replay overwrites it
 
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """Refuse operations that synchronise, in a rehearsal: they would break a capture, and torch's allocator with it."""
+    """Reject operations that synchronise, in a rehearsal: they would break a capture, and torch's allocator with it."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures clients that train as one batch: the same numbers as for each alone, for all of them at once.
+"""Measures clients that train as one batch: the same numbers as for each alone, for all of them together.
 
-The counterpart of `ClientSession`. A client's cost here is arithmetic on arrays [clients, ...]; synchronisation is that
-of the whole stack. Which clients are measured is decided for each, as if it trained alone. Timings are a client's share
-of the stack's.
+The counterpart of `ClientSession`. Per-client work is arithmetic on arrays [clients, ...]; synchronisation is done once
+for the whole stack. Which clients are measured is decided for each, as if it trained alone. Timings are a client's
+share of the stack's.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 
 class StackSession:
-    """Begins when it is created; call `step` before each optimiser step; `finish` returns the clients' results in
-    order.
+    """Starts on creation; call `step` before each optimiser step.
+
+    `finish` returns the clients' results in order.
     """
 
     def __init__(
@@ -60,14 +61,14 @@ class StackSession:
         self._model = StackModel(stack)
         self._view = View(stack.module, round_index=round_index)
         self._columns = NodeColumns([*zip(stack.nodes, stack.groups, strict=True)])
-        self._due_rows: npt.NDArray[np.bool_] | None = None  # of the probe that is running; None: all
+        self._due_rows: npt.NDArray[np.bool_] | None = None  # clients due for the running probe; None: all
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
         self._batches: list[Batch] = []
         self._changed_rows: Collection[int] = ()  # of clients whose data changed since they last took part
         self._turn = instruments.turns.of(None, round_index)
         self._before = self._last = self._model.matrix.detach().clone()
-        self._changes: list[Tensor] = []  # [2, clients] of each step: signed and absolute
+        self._changes: list[Tensor] = []  # [2, clients] per step: signed and absolute
         size = (self._model.clients, self._model.sizes, self._model.trained)
         host = None if stack.sums is None else HostSums(stack.sums, every=True)
         self._recorder = next(((i, p, self._recorder_of(p, host)) for i, p in self._at_steps(gradients)), None)
@@ -77,7 +78,7 @@ class StackSession:
         closing = any(p.probe is last_gradient for p in instruments.preset.probes)
         self._closing = (host or StackRecorder(*size, keep=stack.steps is not None)) if closing else None
         self._host = host
-        self._own_numbers: Tensor | None = None  # of steps, where the gradients lie
+        self._own_numbers: Tensor | None = None  # number of steps, on the gradients' device
         self._guarded("fit", self._fit_before)
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
@@ -116,12 +117,13 @@ class StackSession:
         self.cost += time.perf_counter() - now
 
     def finish(self) -> tuple[NodeColumns, Tensor, Array | None]:
-        """Return the clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is
-        brief.
+        """Return the clients' results, their updates, [clients, weights], and the nine sums of these.
+
+        The sums are None if the preset is brief.
         """
         ended = time.perf_counter()
         instruments, model = self._instruments, self._model
-        if self._host is not None:  # who records by himself need not call us at each step
+        if self._host is not None:  # a host that records itself need not call us at each step
             self._guarded("the host's sums", self._count_host_steps)
         own = self._own_steps()
         for node, count in zip(self._stack.nodes, own, strict=True):
@@ -130,7 +132,7 @@ class StackSession:
         if self._steps and not instruments.preset.brief:
             self._columns.put("time.step", (ended - self._began) / sum(own))
         if any(planned.when is not at_exit for planned in instruments.preset.probes):
-            self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
+            self._view.step = max(0, self._steps - 1)  # as counted for a client that trains alone
         if instruments.preset.difference_each_step and self._steps:
             self._guarded("weight differences", self._tell_differences)
         self._guarded("merging gradients", self._merge)
@@ -152,7 +154,7 @@ class StackSession:
     # -- at each step -------------------------------------------------------------------------------------------------
 
     def _measure(self, step: int, index: int, planned: Planned, work: Callable[[], None]) -> None:
-        """Do the work if its schedule grants this step, and record its cost."""
+        """Do the work if its schedule allows this step, and record its cost."""
         started, costs = time.perf_counter(), self._instruments.costs
         if planned.when is always or planned.when(
             Moment(self._view.round, None, step, self._step_seconds, costs[index])
@@ -165,7 +167,7 @@ class StackSession:
         self._steps = max(self._steps, len(self._host.steps))
 
     def _own_steps(self) -> list[int]:
-        """Return how many steps each client took so far."""
+        """Return how many steps each client has taken so far."""
         steps_of_clients = self._stack.steps
         return (
             [self._steps] * self._model.clients
@@ -188,7 +190,7 @@ class StackSession:
         """Record `weight.difference` of one iteration, before the next one."""
         now = self._model.matrix.detach().clone()
         change = now - self._last
-        if change.is_cuda:  # the same sums, but nobody writes all numbers out in float64 first
+        if change.is_cuda:  # the same sums, but without writing all numbers in float64 first
             absolute = torch.linalg.vector_norm(change, 1, dim=1, dtype=torch.float64)
             self._changes.append(torch.stack([change.sum(1, dtype=torch.float64), absolute]))
         else:
@@ -207,7 +209,7 @@ class StackSession:
     def _put(
         self, name: str, values: Array, present: npt.NDArray[np.bool_] | None = None, step: int | None = None
     ) -> None:
-        """Add one metric, [clients], of the clients that have it (None: all), are due, and took this step."""
+        """Add one metric, [clients], for the clients that have it (None: all), are due, and took this step."""
         rows = self._rows(present, step)
         self._columns.put(name, values[rows], rows, step)
 
@@ -221,7 +223,7 @@ class StackSession:
         for name, values in metrics.items():
             numbers = np.ma.getdata(values)
             present = ~np.ma.getmaskarray(values)
-            if name in CATALOG and CATALOG[name].rare:  # NaN says that this client has none
+            if name in CATALOG and CATALOG[name].rare:  # NaN means that this client has none
                 present &= ~np.isnan(numbers)
             self._put(name, numbers, present, step)
 
@@ -241,7 +243,7 @@ class StackSession:
                 steps = [step for step in recorder.steps if step < count]
                 if steps:
                     members = np.flatnonzero(own == count)
-                    every = slice(None) if len(members) == len(own) else members  # a view, where it can be one
+                    every = slice(None) if len(members) == len(own) else members  # a view, if possible
                     self._gradient(steps, rows[: len(steps), every], members)
         counts = None if self._histogram is None else self._histogram[2].take()
         if counts is not None:
@@ -278,7 +280,7 @@ class StackSession:
         """Record the optimiser's settings, and training losses if the host keeps what they need."""
         stack, wanted = self._stack, self._instruments.preset.measures_losses(self._view.round)
         for name, numbers in stack.settings.items() if self._steps else ():
-            if wanted or name != "batch.size":  # which a client alone tells by the hook of its losses
+            if wanted or name != "batch.size":  # which the loss hook of a client that trains alone reports
                 self._columns.put(name, np.asarray(numbers, np.float64))
         if not wanted or stack.outputs is None:
             return
@@ -294,7 +296,7 @@ class StackSession:
             self._columns.put_matrices("training.classes", losses.table[rows], rows)
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
-        """Run a probe of the scope's end for the clients of which it is due in this round."""
+        """Run a probe at the end of the scope for the clients that are due in this round."""
         rows = [] if (self._turn.round_index or 0) % planned.rounds else self._due(index, planned)
         if not rows:
             return
@@ -327,7 +329,7 @@ class StackSession:
             self._weights()
         elif probe is last_gradient and self._closing is not None and self._closing.steps:
             taken = self._closing.take()
-            # Of everybody the own last step; the only one that is kept, where all are equal.
+            # Each client's own last step; the only one kept, if all are equal.
             last = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
             self._put("gradient.norm_last", np.sqrt(last[..., SUM_SQUARES].sum(axis=1)))
             self._put("gradient.nonfinite", (last[..., NANS] + last[..., INFS]).sum(axis=1))
@@ -339,7 +341,7 @@ class StackSession:
             self._nonlinearity(int(probe.images))
 
     def _scale(self, probe: scale, step: int | None = None, rows: Sequence[int] | None = None) -> None:
-        """Measure the gradient scale of the clients in these rows; None: of all."""
+        """Measure the gradient scale of the clients in these rows; None: all."""
         rows = range(self._model.clients) if rows is None else rows
         images = self._fewest() if probe.images == "all" else int(probe.images)
         x = rows_of(torch.as_tensor(self._stack.samples(images)[0]), rows).to(self._model.states.device)
@@ -357,11 +359,11 @@ class StackSession:
         self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
 
     def _fewest(self) -> int:
-        """Return the smallest number of samples of a client: all of them, if they are divided equally."""
+        """Return the smallest number of samples of any client: all of them, if they are divided equally."""
         return min((len(own) for own in self._stack.labels or ()), default=0)
 
     def _seeds(self) -> list[int]:
-        """Return every client's seed at this step; for a client that is done, of its last step."""
+        """Return every client's seed at this step; for a client that has finished, of its last step."""
         now, seeds = self._view.step, []
         for node, own in zip(self._stack.nodes, self._last_steps(), strict=True):
             self._view.node, self._view.step = node, min(now, own)
@@ -411,8 +413,9 @@ class StackSession:
             self._tell_labels(labels)
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
-        """Report the labels of each client: when first seen, and again when they change; looked at with data that did,
-        and every few rounds.
+        """Report the labels of each client when first seen, and again when they change.
+
+        They are checked whenever the data changed, and every few rounds.
         """
         known, entropies = self._instruments.labels, dict[int, float]()
         for row, (node, own) in enumerate(zip(self._stack.nodes, labels, strict=True)):
@@ -427,7 +430,7 @@ class StackSession:
         self._columns.put("label.entropy", [*entropies.values()], np.array([*entropies], np.intp))
 
     def _tell_data(self) -> None:
-        """Report what each client's data look like: when first seen, and again when they change."""
+        """Report a description of each client's data when first seen, and again when they change."""
         stack = self._stack
         if stack.inputs is None or stack.labels is None:
             return
@@ -449,7 +452,7 @@ class StackSession:
 
 
 def unmeasured(instruments: Instruments) -> list[str]:
-    """Return the names of the preset's probes that need a client's own module: stacked clients do without them."""
+    """Return the preset's probes that need a client's own module, and so do not run for stacked clients."""
     return [planned.name for planned in instruments.preset.probes if not _measured(planned)]
 
 

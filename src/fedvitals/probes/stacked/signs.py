@@ -23,7 +23,7 @@ class Signs(Protocol):
 
 
 class HostSigns:
-    """Draws each client's signs from its own stream, which begins anew with each portion of samples."""
+    """Draws each client's signs from its own stream, which restarts with each portion of samples."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds
@@ -74,7 +74,7 @@ class BufferedSigns:
 
 
 def joint_seed(seeds: Sequence[int]) -> int:
-    """Return one seed made of all."""
+    """Return one seed derived from all."""
     return int.from_bytes(hashlib.blake2b(repr([*seeds]).encode(), digest_size=7).digest(), "big")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training losses by class of stacked clients: the same numbers as `training_losses`, from logits that the host keeps.
+"""Training losses by class of stacked clients: the same numbers as `training_losses`, from logits kept by the host.
 
-The host knows the labels, so no gradient is needed. All is computed on the device, and comes home in one copy.
+The host knows the labels, so no gradient is needed. Everything is computed on the device, and copied to the host once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from fedvitals.kernels.cuda.sums import upload
 from fedvitals.probes.class_losses import ClassSums, ClassTotals, Places, judge_labels, last_quota, pass_masks
 
-TOGETHER = 1 << 22  # numbers of logits that are evaluated at a time
-_NO_PASS = 1 << 62  # samples in a pass whose length is not known
+TOGETHER = 1 << 22  # logits evaluated at a time
+_NO_PASS = 1 << 62  # assumed samples in a pass of unknown length
 
 Outputs = Mapping[int, tuple[Tensor, Tensor]]
 
@@ -56,7 +56,7 @@ def _portions(outputs: Outputs, batch: int) -> Iterator[tuple[Places, tuple[Tens
 def _add(totals: ClassTotals, outputs: tuple[Tensor, Tensor], first: Tensor, last: Tensor) -> None:
     """Add the samples in the masks, [clients, n], to the totals."""
     logits, labels = outputs
-    rows = labels[0, 0].numel()  # of each sample: several, where these are sequences
+    rows = labels[0, 0].numel()  # per sample: several for sequences
     judged = judge_labels(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     client = torch.arange(totals.clients).repeat_interleave(first.shape[1] * rows)
     masks = torch.stack([first, last]).flatten(1).repeat_interleave(rows, 1)

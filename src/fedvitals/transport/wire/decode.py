@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records out of a payload whose fields have been checked: what they refer to must be there, and no more."""
+"""Decodes records from a payload whose fields have been checked: whatever they refer to must be there, and no more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class PayloadReader:
-    """From a checked head and the bytes behind it to records."""
+    """Turns a checked head and the bytes behind it into records."""
 
     def __init__(self, head: Head, matrices: memoryview, limits: Limits, words: Sequence[str]) -> None:
         self._entries, self._limits = head.entries, limits
@@ -90,7 +90,7 @@ class PayloadReader:
         return records
 
     def _moved(self, entry: fields.Metrics) -> list[Where]:
-        """The place of each metric: from the first on that of the entry, from each move on another."""
+        """Return the place of each metric: that of the entry, changing at each of its moves."""
         starts, places = [0, *entry.moves[::2], len(entry.names)], [entry.place, *entry.moves[1::2]]
         if len(starts) != len(places) + 1 or any(b <= a for a, b in itertools.pairwise(starts)):
             raise RecordError(f"The places of {len(entry.names)} metrics in a payload change in an impossible way.")
@@ -108,7 +108,7 @@ class PayloadReader:
     def data(self, raw: msgspec.Raw) -> dict[str, Any]:
         self._data_bytes += len(raw)
         check_size("bytes of free-form data", self._data_bytes, self._limits.data)
-        if self._last_data is None or bytes(raw) != self._last_data[0]:  # as of clients that trained as one batch
+        if self._last_data is None or bytes(raw) != self._last_data[0]:  # as for clients that trained as one batch
             value = _DATA.decode(raw)
             check_plain(value)
             self._last_data = bytes(raw), value
@@ -124,23 +124,23 @@ class PayloadReader:
         return self._others[self._other - rows * columns : self._other].reshape(*shape, columns)
 
     def array(self, kind: np.dtype[Any], count: int) -> Any:
-        """Return the next numbers of the arrays behind the matrices, which cannot be written."""
+        """Return the next numbers of the arrays behind the matrices, read-only."""
         return np.frombuffer(self.bytes_of_array(count * kind.itemsize), kind)
 
     def bytes_of_array(self, size: int) -> memoryview:
-        """Return so many of the next bytes of the arrays."""
+        """Return this many of the next bytes of the arrays."""
         if size > len(self._arrays):
             raise RecordError(f"Arrays of a payload are cut off: {len(self._arrays)} of {size} bytes are left.")
         part, self._arrays = self._arrays[:size], self._arrays[size:]
         return part
 
     def count_cells(self, cells: int) -> None:
-        """Add the cells of a table, of which a bit announces eight bytes or more; raise if they become too many."""
+        """Add the cells of a table, each bit of which announces eight bytes or more; raise if there are too many."""
         self._cells += cells
         check_size("cells in tables of measurements", self._cells, self._limits.cells)
 
     def end(self) -> None:
-        """Raise unless everything behind the head was announced by it."""
+        """Raise unless the head announced everything behind it."""
         if len(self._arrays):
             raise RecordError(f"A payload has {len(self._arrays)} bytes more than are announced.")
 
@@ -154,7 +154,7 @@ class PayloadReader:
         return where
 
     def _announced(self) -> Iterator[tuple[str, int]]:
-        """The matrices that the entries tell of: family, and rows."""
+        """Yield the matrices that the entries announce: family, and rows."""
         for entry in self._entries:
             if type(entry) is fields.Layers:
                 yield self.words[entry.family], entry.rows
@@ -163,7 +163,7 @@ class PayloadReader:
                     yield self.words[part.family], part.layers * len(part.rows)
 
     def _cut(self, matrices: memoryview) -> tuple[Array, Array, memoryview]:
-        """The nine sums of all layers, all other numbers, and what lies behind; as many bytes as the entries say."""
+        """Return the nine sums of all layers, all other numbers, and the rest, sized by the entries."""
         sums = others = 0
         for family, rows in self._announced():
             if family not in FAMILIES:
@@ -185,7 +185,7 @@ class PayloadReader:
 
 
 def _announced_records(entry: Entry) -> int:
-    """How many records an entry stands for, before any of them is made."""
+    """Return how many records an entry represents, before any of them is created."""
     if type(entry) is fields.Metrics:
         return len(entry.names)
     if type(entry) is fields.MeasurementsEntry:
@@ -209,7 +209,7 @@ def _metrics(
     source: str,
     sequence: int,
 ) -> list[Record]:
-    """Made slot by slot: the constructor of a frozen class takes twice as long, and metrics are most of a payload."""
+    """Create metrics slot by slot: a frozen class's constructor takes twice as long, and they are most of a payload."""
     values = struct.unpack(f"<{len(entry.names)}d", entry.values)
     put_where, put_at, put_name, put_value, put_source, put_sequence = _PUT
     metrics: list[Record] = []
@@ -231,7 +231,7 @@ _Identity = tuple[str, int]
 
 
 def _layer_stats(r: PayloadReader, e: fields.Layers, at: _At, identity: _Identity) -> Record:
-    """Slot by slot, too; its shape is right, since `matrix` cut it out."""
+    """Created slot by slot too; its shape is correct because `matrix` produced it."""
     family = r.word(e.family)
     record = _NEW_LAYERS(LayerStats)
     values = (*at, family, r.matrices(family, e.rows), r.word(e.table), *identity)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records on their way into a payload: grouped by what they share, text that repeats as numbers."""
+"""Encodes records into a payload: grouped by what they share, with repeated text as numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Place = tuple[str, int | None, str | None, int | None, str | None, str | None] 
 
 
 class PayloadWriter:
-    """Gathers parts of a payload; time, source and sequence are left out where they follow from the entry before."""
+    """Collects parts of a payload; time, source and sequence are omitted if they follow from the previous entry."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -48,17 +48,17 @@ class PayloadWriter:
         self._others: list[Array] = []
         self._arrays: list[bytes] = []
         self._same: dict[int, int] = {}
-        self._kept: list[Where] = []  # so that no other object gets the identity of one
-        self._last_data: Any = self  # encoded as `_raw`; nothing so far
+        self._kept: list[Where] = []  # keeps them alive, so that no other object gets the same `id`
+        self._last_data: Any = self  # last data encoded as `_raw`; nothing so far
         self._raw = msgspec.Raw()
         self._at: float | None = None
         self._source: str | None = None
         self._next = -1
 
     def add(self, records: Iterable[Telemetry]) -> None:
-        """One after the other. Most are metrics that differ from the last in name and value only: these are fast."""
+        """Add records in order. Most are metrics that differ from the last in name and value only, which is fast."""
         known = NUMBER_OF.get
-        names: list[int] = []  # of the entry of metrics that may still grow
+        names: list[int] = []  # of the entry of metrics that may still be extended
         values: list[float] = []
         moves: list[int] = []
         where: Where | None = None
@@ -86,7 +86,7 @@ class PayloadWriter:
         self._close(names, moves, values)
 
     def _close(self, names: list[int], moves: list[int], values: list[float]) -> None:
-        """The entry of metrics is complete."""
+        """Complete the entry of metrics."""
         if names:
             self.entries[-1] = (*self.entries[-1], names, moves, struct.pack(f"<{len(values)}d", *values))
             self._next += len(names) - 1
@@ -94,7 +94,7 @@ class PayloadWriter:
     def _add_other(self, record: Telemetry) -> None:
         known = _WRITE.get(type(record))
         if known is None:
-            # A Truth is told by the process that writes the store, never by a worker.
+            # A Truth is recorded by the process that writes the store, never by a worker.
             raise RecordError(f"Only records about a training can be sent, got {type(record).__name__}.")
         tag, rest = known
         if isinstance(record, Run):
@@ -110,7 +110,7 @@ class PayloadWriter:
         self.entries.append((tag, *header, *rest(self, record)))
 
     def finish(self) -> list[bytes]:
-        """The nine sums of all layers, then everything else: each kind converted once, however many records."""
+        """Return the nine sums of all layers, then everything else: each kind is converted once."""
         parts: list[bytes] = []
         if self._sums:
             parts.append(_little(pack(ANY_SUMS, np.concatenate(self._sums))))
@@ -161,7 +161,7 @@ class PayloadWriter:
         return place, None if same else at, source, sequence
 
     def _placed(self, where: Where) -> int:
-        """Its number; mostly one and the same object, which is found without a comparison."""
+        """Return the number of a place; usually the same object again, which is found without a comparison."""
         number = self._same.get(id(where))
         if number is None:
             place = (where.run, where.round, where.node, where.step, where.layer, where.group)
@@ -180,7 +180,7 @@ class PayloadWriter:
 
 @lru_cache(maxsize=64)
 def _vocabulary_numbers(texts: tuple[str, ...]) -> tuple[int, ...]:
-    """The numbers of words that are all in the vocabulary, or (); clients measure the same again and again."""
+    """Return the numbers of words if all are in the vocabulary, else (); clients measure the same repeatedly."""
     numbers = [NUMBER_OF.get(text, -1) for text in texts]
     return () if -1 in numbers else tuple(numbers)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of the wire format: what may stand where, checked while it is read; and free-form data made plain.
+"""The fields of the wire format: the allowed values, checked on reading; and conversion of free-form data to plain.
 
-One entry per record, save for metrics, of which an entry holds all that share time and source. Text that
-repeats is a word: a number in `wire_words.WORDS`, or past its end in the payload's own list. Absent `at`, `source` and
-`sequence` mean: as in the entry before, and the next in line.
+One entry per record, except for metrics, of which an entry holds all with the same time and source. Repeated text is a
+word: a number in `wire_words.WORDS`, or beyond its end in the payload's own list. If `at`, `source` or `sequence` is
+absent, it is that of the previous entry, or the next number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedvitals.stats import FAMILIES, STATISTICS
 WORD_CHARACTERS, TEXT_CHARACTERS = 1024, 1 << 16
 DEPTH = 16  # of free-form data
 
-# All families of nine sums are packed alike, and so in one go, as if they were one of them.
+# All families of nine sums are packed alike, and so together, as if they were one family.
 ANY_SUMS = "gradient"
 HOLDS_SUMS = {name: family.columns is STATISTICS for name, family in FAMILIES.items()}
 WIDTH = {name: len(family.columns) for name, family in FAMILIES.items()}
@@ -46,12 +46,12 @@ class Metrics(Struct, array_like=True, forbid_unknown_fields=True, tag=0):
     source: Word | None
     sequence: Natural | None
     names: list[Word]
-    moves: list[Natural]  # from which of them on the place is another, and which; and so on
+    moves: list[Natural]  # the index of the first metric in another place, and the place; and so on
     values: bytes  # float64, little-endian
 
 
 class Layers(Struct, array_like=True, forbid_unknown_fields=True, tag=1):
-    """Its matrix lies behind the head, in the order of the entries."""
+    """Its matrix follows the head, in the order of the entries."""
 
     place: Word
     at: float | None
@@ -169,8 +169,10 @@ class MeasuredLayersEntry(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class MeasurementsEntry(Struct, array_like=True, forbid_unknown_fields=True, tag=10):
-    """Its arrays lie behind the matrices, in the order of the entries: which values there are, as bits; the values;
-    of those with a step, the places among the values and the steps; the sketches.
+    """Its arrays follow the matrices, in the order of the entries.
+
+    They are: which values are present, as bits; the values; for those with a step, the positions among the values and
+    the steps; the sketches.
     """
 
     place: Word  # of the round
@@ -181,7 +183,7 @@ class MeasurementsEntry(Struct, array_like=True, forbid_unknown_fields=True, tag
     groups: list[Word | None]
     names: list[Word]
     values: Natural  # how many
-    steps: Natural | None  # of how many of them the step is told; None: no array of steps at all
+    steps: Natural | None  # how many of them have a step; None: no array of steps at all
     layers: list[MeasuredLayersEntry]
     sketch_rows: list[Word]
     sketch_numbers: Natural  # of each
@@ -201,10 +203,10 @@ class Head(Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one payload may hold. An object takes up to 80 times the bytes that announce it; a matrix twice."""
+    """The limits of one payload. An object takes up to 80 times the bytes that announce it; a matrix twice."""
 
     bytes: int = 8 << 20
-    head: int = 512 << 10  # bytes of everything but the matrices
+    head: int = 512 << 10  # bytes of everything except the matrices
     data: int = 256 << 10  # bytes of all free-form data together
     records: int = 100_000
     cells: int = 1_000_000  # nodes × names of all measurements, present or not
@@ -216,13 +218,13 @@ def check_size(what: str, size: int, limit: int) -> None:
 
 
 def text(value: str, characters: int = TEXT_CHARACTERS) -> str:
-    """As UTF-8 can hold it, and no longer than allowed."""
+    """Return text as UTF-8 can hold it, shortened to the limit."""
     value = value[:characters]
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def plain(value: Any, depth: int = DEPTH) -> Any:  # noqa: PLR0911 - one per kind of value
-    """What JSON could hold, whatever a user put in: other things become text, and so does what lies too deep."""
+    """Return a value as JSON could hold it, whatever a user passed: other types, and levels too deep, become text."""
     kind = type(value)
     if value is None or kind is bool or kind is float:
         return value
@@ -239,7 +241,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:  # noqa: PLR0911 - one per kin
         }
     if isinstance(value, list | tuple) and depth:
         return [plain(item, depth - 1) for item in value]
-    if isinstance(value, str | int | float):  # of a class of their own: an enumeration, a number of numpy
+    if isinstance(value, str | int | float):  # of a subclass: an enumeration, a number of numpy
         return plain(next(base for base in (str, bool, int, float) if isinstance(value, base))(value), 0)
     if hasattr(value, "tolist") and depth:
         return plain(value.tolist(), depth - 1)
@@ -247,7 +249,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:  # noqa: PLR0911 - one per kin
 
 
 def check_plain(value: Any, depth: int = DEPTH) -> None:
-    """Raise unless `plain` could have made it."""
+    """Raise unless `plain` could have produced it."""
     kind = type(value)
     if kind is dict or kind is list:
         if not depth:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as bytes, for the way from a client or a worker process to whoever writes the store.
+"""Records as bytes, on the way from a client or a worker process to the process that writes the store.
 
     payload = b"fv" · version · how the head is written · its size · checksum · head · matrices · arrays
 
-The head is MessagePack (`fields`), deflated where it is long; the matrices are float32 as `stats.pack` makes them; the
-arrays are those of measurements. The checksum is the CRC-32 of all that follows it; version 1 has none, and no arrays.
-What is read comes from another machine: every number, size, shape and name is checked, nothing is executed, and what
-does not hold is a RecordError. Matrices come back within 1e-6, everything else as it was.
+The head is MessagePack (`fields`), deflated if it is long; the matrices are float32 as packed by `stats.pack`; the
+arrays are those of measurements. The checksum is the CRC-32 of everything after it; version 1 has neither checksum nor
+arrays. The bytes read come from another machine: every number, size, shape and name is checked, nothing is executed,
+and anything invalid is a RecordError. Matrices are restored within 1e-6, everything else exactly.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fedvitals.transport.wire.vocabulary import WORDS, WORDS_SINCE_2
 MAGIC, VERSION = b"fv", 2
 _START = struct.Struct("<2sBBI")
 _CHECKSUM = struct.Struct("<I")
-_WITHOUT_CHECKSUM = 1  # a version that is still read
+_WITHOUT_CHECKSUM = 1  # a version that can still be read
 _BYTES = (bytes, bytearray, memoryview)
 _PLAIN, _DEFLATED = 0, 1
-_SHORT = 800  # bytes of a head that are not worth the time to deflate
+_SHORT = 800  # bytes of a head; shorter ones are not worth deflating
 _HEADS = msgspec.msgpack.Decoder(Head)
 LIMITS = Limits()
 
 
 def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
-    """Return records and measurements as one payload. RecordError when it would be too large for `decode`."""
+    """Return records and measurements as one payload. RecordError if it would be too large for `decode`."""
     writer = PayloadWriter()
     try:
         writer.add(records)
@@ -57,7 +57,7 @@ def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
 
 
 def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
-    """Return what a payload holds. RecordError for anything else; either in bounded time and memory."""
+    """Return the content of a payload. RecordError for anything else; either in bounded time and memory."""
     if not isinstance(payload, _BYTES):
         raise RecordError(f"A payload is bytes, got {type(payload).__name__}.")
     check_size("bytes", len(payload), limits.bytes)
@@ -79,7 +79,7 @@ def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
         return PayloadReader(_HEADS.decode(head), view[size:], limits, words).read()
     except RecordError:
         raise
-    # Of MessagePack and its checks; of words, places, texts and numbers that are not what they should be.
+    # Errors of MessagePack and its checks; and of invalid words, places, texts and numbers.
     except (
         msgspec.MsgspecError,
         ValueError,
@@ -94,7 +94,7 @@ def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
 
 
 def _verified(view: memoryview) -> memoryview:
-    """Return what the checksum at the beginning is about; RecordError if it is not what was written."""
+    """Return the part that the checksum covers; RecordError if it does not match."""
     if len(view) < _CHECKSUM.size or zlib.crc32(view[_CHECKSUM.size :]) != _CHECKSUM.unpack_from(view)[0]:
         raise RecordError(f"A payload is damaged: the checksum of its {len(view)} bytes is not the one it came with.")
     return view[_CHECKSUM.size :]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that the wire format sends as numbers: those that nearly every payload holds.
+"""The words that the wire format sends as numbers: those that occur in nearly every payload.
 
-Part of the format: a word keeps its place for ever, or a payload of yesterday would be read wrong. Nothing has to be
-added when the catalogue grows: what does not stand here travels as text.
+Part of the format: a word keeps its position for ever, or old payloads would be misread. Nothing has to be added when
+the catalogue grows: other words are sent as text.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ WORDS_SINCE_2: tuple[str, ...] = (
     "memory.model", "memory.buffers", "memory.gradients", "memory.optimizer", "memory.activations", "memory.telemetry",
     "memory.tensors", "memory.batch", "memory.limit", "update.peers", "time.critical",
 )  # fmt: skip
-"""Those of version 2; version 1 has `WORDS`."""
+"""The words of version 2; version 1 uses `WORDS`."""
 
 NUMBER_OF: dict[str, int] = {word: number for number, word in enumerate(WORDS_SINCE_2)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab as a Flower app: the server runs the experiment, round by round; clients train what they are asked to.
+"""The lab as a Flower app: the server runs the experiment, round by round; clients train as requested.
 
 What it runs is in the run's configuration (`LabAppSettings`), which `launch` writes.
 """
@@ -29,7 +29,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.replay.tape.tape import Tape
 
-LOG_PREFIX = "fedvitals lab: "  # before what the launcher shows of the server's log
+LOG_PREFIX = "fedvitals lab: "  # prefix of the lines of the server's log that the launcher shows
 MOST_TELEMETRY = 16 << 20  # bytes of one answer
 DATA = "fedvitals-data"  # in a SuperNode's --node-config: its own folder of data sets
 
@@ -40,13 +40,13 @@ class LabAppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
     """A run's configuration; empty values mean the default."""
 
     experiment: str  # TOML
-    store: str = ""  # else FEDVITALS_STORE of the server's own environment
+    store: str = ""  # default: FEDVITALS_STORE in the server's own environment
     run: str = ""
     probes: str = "standard"
     data: str = ""
     nodes: int = 1
     timeout: float = TIMEOUT
-    tape_budget: str = ""  # else no tape
+    tape_budget: str = ""  # default: no tape
     checkpoint: str = ""
     resume: bool = False
 
@@ -108,12 +108,12 @@ def train(message: Message, context: Context) -> Message:
 
 @functools.lru_cache(maxsize=1)
 def _executor(experiment: str, data: str | None) -> ClientByClientExecutor:
-    """Return the executor of an experiment, kept as long as the process lives: on Ray for all rounds."""
+    """Return the executor of an experiment, kept for the life of the process: on Ray for all rounds."""
     return ClientByClientExecutor(Site.of(lab.read(experiment), data), fast=False)
 
 
 def _payload(watcher: Any) -> bytes:
-    """Return the telemetry; complete in itself, since the previous reply may have been lost."""
+    """Return the telemetry; self-contained, since the previous reply may have been lost."""
     return watcher.payload(MOST_TELEMETRY) if isinstance(watcher, WorkerObserver) else b""
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab's engine on Flower's nodes: tasks are sent as messages, and updates return in the order of the tasks.
 
-Client `c7` trains on the node 7 modulo their number, by sorted node ids; a group that exchanges after each iteration
-trains whole, where its first member is. Everything that a node has to do in a round is one message, since in a
-deployment each message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the
-last bit.
+Client `c7` trains on node 7 modulo the number of nodes, by sorted node ids; a group that exchanges after each iteration
+trains as a whole on its first member's node. All work of a node in a round is one message, since in a deployment each
+message starts a process. The model is tested here. Nodes train bitwise identically to the engine «sequential».
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from fedvitals.protocols import Observer
 from fedvitals.transport.sender import quoted
 from fedvitals.transport.wire.payload import decode
 
-NODE_WAIT_SECONDS = 120.0  # seconds until the nodes are there
+NODE_WAIT_SECONDS = 120.0  # seconds to wait for the nodes
 TIMEOUT = 3600.0  # seconds for one round's answers
-FIRST_LOOK, LAST_LOOK = 0.02, 1.0  # seconds between two looks for answers; they grow
+FIRST_LOOK, LAST_LOOK = 0.02, 1.0  # seconds between two polls for answers, increasing
 
 NodeReply = tuple[list[Update], bytes]
 
 
 class FlowerEngine:
-    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes texts for people."""
+    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` receives texts for people."""
 
     name = FLOWER
-    device = torch.device("cpu")  # models travel as bytes
+    device = torch.device("cpu")  # models are sent as bytes
 
     def __init__(
         self,
@@ -55,15 +54,16 @@ class FlowerEngine:
         self._text = experiment_text(site.experiment)
         self._wanted, self._timeout, self._patience, self._say = nodes, timeout, patience, say
         self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
-        self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
+        self._owing: dict[str, int] = {}  # nodes that have not answered in time, by message
         self._here = Engine(site, "sequential")
         self.evaluate, self.evaluate_locally = self._here.evaluate, self._here.evaluate_locally
 
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]:
-        """Yield the updates of each task, as `Engine.train` does. A node that fails, or does not reply, is an error
-        of its clients.
+        """Yield the updates of each task, like `Engine.train`.
+
+        A node that fails, or does not reply, is an error of its clients.
         """
         nodes, absorb = self._nodes(), absorb or observer.absorb
         shares: dict[int, list[Task]] = {}
@@ -99,8 +99,9 @@ class FlowerEngine:
     # -- nodes and messages -------------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[int]:
-        """Return the ids of the nodes that can be asked now; those that still owe a reply are spared while there are
-        others.
+        """Return the ids of the nodes that can be asked now.
+
+        Nodes that still owe a reply are avoided while there are others.
         """
         if self._owing:
             for reply in self._grid.pull_messages([*self._owing]):
@@ -119,7 +120,7 @@ class FlowerEngine:
                     "Start the others, or ask for fewer with --workers."
                 )
             time.sleep(LAST_LOOK)
-        self._wanted = 1  # once training has begun, it goes on with the nodes that are left
+        self._wanted = 1  # once training has begun, it continues with the remaining nodes
         return [node for node in connected if node not in self._owing.values()] or connected
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
@@ -151,7 +152,7 @@ class FlowerEngine:
             return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
 
     def _may_tell(self, payload: bytes, tasks: Sequence[Task], observer: Observer) -> bool:
-        """Return whether the telemetry is about the clients that were asked there only, each in its own group."""
+        """Return whether the telemetry only concerns the clients that were asked there, each in its own group."""
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
@@ -172,7 +173,7 @@ class FlowerEngine:
 
 
 def experiment_text(experiment: Experiment) -> str:
-    """Return the experiment as TOML, which is all that nodes get of it. Raises ConfigError if it cannot be sent."""
+    """Return the experiment as TOML, which is all that nodes receive of it. Raises ConfigError if it cannot be sent."""
     if experiment.local.keep_optimizer:
         raise ConfigError(
             "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
@@ -192,7 +193,7 @@ def experiment_text(experiment: Experiment) -> str:
 
 
 def _failed(tasks: Iterable[Task], error: str) -> list[Update]:
-    """Return the updates of failed clients, as of a worker process that died."""
+    """Return the updates of failed clients, as for a worker process that died."""
     return [
         Update(node, task.start, task.start, 0, task.group, error=error, error_type="WorkerDied")
         for task in tasks

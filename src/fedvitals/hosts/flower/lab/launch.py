@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
 
-Everything that is started is ended again, however the run ends. The settings are in the app's configuration, which
+Everything that is started is also ended, however the run ends. The settings are in the app's configuration, which
 Flower sends to every node, so an address with a password is not among them.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.hosts.flower.superlink import QUIET, program, superlink, termination_as_exit, with_programs
 
-OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
+OLDEST = (1, 38)  # its SuperLink has one port for everything, and its connections are in $FLWR_HOME/config.toml
 OWN_CONNECTION = "fedvitals-lab"  # the connection to our own SuperLink
 APP = """[project]
 name = "fedvitals-lab"
@@ -42,7 +42,7 @@ server_app = lab_app.server_app  # Flower looks for assignments before it looks 
 client_app = lab_app.client_app
 """
 STOP = 10.0  # seconds
-LAST_LINES = 25  # of the log, told when it fails
+LAST_LINES = 25  # of the log, shown on failure
 STARTED = re.compile(r"Successfully started run (\d+)")
 
 AppConfig = dict[str, str | int | float | bool]
@@ -65,8 +65,9 @@ def check_installed(*, simulation: bool) -> None:
 
 
 def simulate(settings: AppConfig, nodes: int, on_line: Callable[[str], None], secrets: dict[str, str]) -> None:
-    """Run the app on Ray with this many simulated nodes. `secrets`: environment variables of its processes on this
-    machine.
+    """Run the app on Ray with this many simulated nodes.
+
+    `secrets`: environment variables of its processes on this machine.
     """
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
@@ -89,8 +90,9 @@ def _run(
     environment: dict[str, str],
     on_line: Callable[[str], None],
 ) -> None:
-    """Run `flwr run` and pass its log on line by line until the run is over; if that is interrupted, the run is
-    stopped.
+    """Run `flwr run` and pass its log on line by line until the run is over.
+
+    If that is interrupted, the run is stopped.
     """
     app = write_app(folder / "fedvitals-lab", settings)
     process = subprocess.Popen(  # noqa: S603 - our own words
@@ -101,7 +103,7 @@ def _run(
         text=True,
         errors="replace",
         env=environment,
-        start_new_session=True,  # Ctrl-C is our business
+        start_new_session=True,  # we handle Ctrl-C
     )
     last: deque[str] = deque(maxlen=LAST_LINES)
     run, over = None, False
@@ -118,7 +120,7 @@ def _run(
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-        if run is not None and not over and superlink != OWN_CONNECTION:  # ours goes down with it
+        if run is not None and not over and superlink != OWN_CONNECTION:  # our own SuperLink ends with it
             subprocess.run(  # noqa: S603 - our own words
                 [program("flwr"), "stop", run[1], superlink],
                 env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
@@ -145,7 +147,7 @@ def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
     """Run a simulating SuperLink with a home and a folder of its own."""
     home, empty = folder / "home", folder / "empty"
     home.mkdir()
-    empty.mkdir()  # a package here would win over the app's
+    empty.mkdir()  # a package in this folder would take precedence over the app's
     with superlink(environment, cwd=empty, options=["--disable-runtime-dependency-installation"]) as port:
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{OWN_CONNECTION}"\n\n'

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert tasks and updates of the lab to Flower's records and back. States travel as arrays, the rest as JSON.
+"""Convert tasks and updates of the lab to Flower's records and back. States are sent as arrays, the rest as JSON.
 
-Both ends check everything that arrives: what is missing, of another size or of another version is a RecordError.
+Both ends check everything that arrives: missing data, another size or another version is a RecordError.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fedvitals.lab.local import Local
 from fedvitals.lab.topologies.exchanges import average, pass_to_next
 from fedvitals.protocols import WorkerObserver
 
-KEY = "fedvitals.lab"  # of the one record of each kind
-VERSION = 1  # of what is written here
-HEAD = 4096  # bytes of an array's own description, at most
+KEY = "fedvitals.lab"  # of the single record of each kind
+VERSION = 1  # of this format
+HEAD = 4096  # maximum bytes of an array's own header
 S = TypeVar("S", bound=msgspec.Struct)
 EXCHANGES: dict[str, Exchange] = {"pass_on": pass_to_next, "average": average}
 
@@ -46,7 +46,7 @@ class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An `Update` on the wire; its state and losses are rows and stretches of arrays."""
+    """An `Update` on the wire; its state and losses are rows and ranges of arrays."""
 
     node: str
     samples: int
@@ -58,7 +58,7 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What a node is asked to train."""
+    """A node's training request."""
 
     experiment: str  # as TOML
     tasks: list[Task]
@@ -66,7 +66,7 @@ class TrainRequest:
 
 
 def arrays_by_state(starts: Sequence[Tensor]) -> dict[int, Array]:
-    """Return the arrays of the distinct states, by the states' identities: most tasks begin with the same one."""
+    """Return the arrays of the distinct states, by the states' identities: most tasks start from the same one."""
     return {key: Array(state.numpy()) for key, state in {id(start): start for start in starts}.items()}
 
 
@@ -101,8 +101,9 @@ def read_request(content: Any) -> TrainRequest:
 
 
 def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> Any:
-    """Return the records of the updates, in the order of the tasks' members; `states`, [members, size], holds theirs
-    as rows.
+    """Return the records of the updates, in the order of the tasks' members.
+
+    `states`, [members, size], holds their states as rows.
     """
     update_fields = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
     losses = torch.cat([u.losses.to(torch.float32) for u in updates])
@@ -177,7 +178,7 @@ def _field(config: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def _tensor(array: Array, shape: tuple[int, ...] | None) -> Tensor:
     """Return an array as a float32 tensor of this shape; without a shape, a vector of any length."""
-    if shape is not None and len(array.data) > HEAD + 4 * int(np.prod(shape)):  # before room is made for it
+    if shape is not None and len(array.data) > HEAD + 4 * int(np.prod(shape)):  # before memory is allocated for it
         raise RecordError(f"An array of {len(array.data)} bytes came where {shape} numbers were expected.")
     try:
         numbers = array.numpy()
@@ -187,4 +188,4 @@ def _tensor(array: Array, shape: tuple[int, ...] | None) -> Tensor:
     if numbers.dtype != np.float32 or not fits:
         wanted = "a vector" if shape is None else f"{shape}"
         raise RecordError(f"An array is {numbers.dtype} {numbers.shape}; expected float32, {wanted}.")
-    return torch.from_numpy(np.array(numbers))  # a copy: what is read from a message may not be written to
+    return torch.from_numpy(np.array(numbers))  # a copy, because data read from a message are read-only

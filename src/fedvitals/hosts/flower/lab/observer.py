@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a worker's observer to text and bytes and back: it goes to other machines, where nothing may be unpickled."""
+"""Convert a worker's observer to text and bytes and back, for other machines, where nothing may be unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRESETS = ("light", "standard", "deep")
 
 
 class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a `WorkerObserver`, with the preset by name; its first model travels beside it, as bytes."""
+    """The fields of a `WorkerObserver`, with the preset by name; its first model is sent separately, as bytes."""
 
     run: str
     name: str
@@ -39,7 +39,7 @@ class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
-    """Return the observer's text and the run's first model; both empty where nothing is watched."""
+    """Return the observer's text and the run's first model; both empty if nothing is watched."""
     if isinstance(watcher, NullObserver):
         return "", b""
     if not isinstance(watcher, WorkerObserver):
@@ -54,7 +54,7 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")
-    del fields["monitor_process"]  # whose number means nothing on another machine
+    del fields["monitor_process"]  # a process id means nothing on another machine
     document = _ObserverFields(**{**fields, "preset": name})
     return msgspec.json.encode(document).decode(), initial or b""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the user's own app from its folder as Flower does: by the components that its pyproject.toml names.
+"""Load the user's own app from its folder as Flower does: by the components named in its pyproject.toml.
 
-An app does not name its strategy: it is created inside of the ServerApp's `main`. So that is called up to where it
-would start the strategy, and no further.
+An app does not name its strategy, which is created inside the ServerApp's `main`. So that is called up to the point
+where it would start the strategy, and no further.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None = None) -> Any:
-    """Return the app's strategy. `reference`: «module:name» of one, or of a function without arguments that creates
-    one.
+    """Return the app's strategy.
 
-    `config`: known settings of the run, which override those of the app's pyproject.toml.
+    `reference`: «module:name» of a strategy, or of a function without arguments that creates one. `config`: known
+    settings of the run, which override those of the app's pyproject.toml.
     """
     if reference is not None:
         loaded = _load_reference(folder, reference)
@@ -69,8 +69,9 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
 
 
 class _StrategyStarted(BaseException):
-    """Raised when the app starts its strategy; a BaseException, so that the app's `except Exception` does not catch
-    it.
+    """Raised when the app starts its strategy.
+
+    A BaseException, so that the app's `except Exception` does not catch it.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -108,7 +109,7 @@ def _intercept_start() -> Iterator[None]:
 
 
 def with_subclasses(kind: type) -> Iterator[type]:
-    """Yield a class and all classes that were derived from it."""
+    """Yield a class and all classes derived from it."""
     yield kind
     children: list[type] = kind.__subclasses__()
     for child in children:
@@ -143,7 +144,7 @@ def _project(folder: Path) -> dict[str, Any]:
 
 
 def _flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings under the names that Flower gives to those of tables: «a.b»."""
+    """Return the settings under Flower's names for those of tables: «a.b»."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= _flat_config(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -167,7 +168,7 @@ def _load_reference(folder: Path, reference: str) -> Any:
 
 
 def _forget_others(folder: Path, package: str) -> None:
-    """Unload a package of this name that was loaded from another folder, which would be run instead of the app's."""
+    """Unload a package of this name that was loaded from another folder, which would run instead of the app's."""
     if not (folder / package).is_dir() and not (folder / f"{package}.py").is_file():
         return
     loaded = getattr(sys.modules.get(package), "__file__", None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's message run again at its site, through the user's own ClientApp, with proof or under a debugger.
+"""Run a client's message again at its site, through the user's own ClientApp, with proof or under a debugger.
 
     fedvitals replay flower-7 --round 12 --node 4711 --tape /var/lib/fedvitals/tape --app . --pdb
 
-Message, context and generators are as they were; the reply must have the digest that was recorded. What an app keeps
-elsewhere (files, variables of a module in a process that lived on) is the app's own.
+Message, context and generators are as they were; the reply must have the recorded digest. State that an app keeps
+elsewhere (files, module variables in a process that lived on) is its own responsibility.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAIN = "train"
 
 @dataclass
 class Rerun:
-    """The result of a re-run. `holds`: the reply has the recorded bits; None: nothing of the reply was recorded."""
+    """The result of a re-run. `holds`: whether the reply has the recorded bits; None if no reply was recorded."""
 
     run: str
     node: str
@@ -53,7 +53,7 @@ class Rerun:
     holds: bool | None = None
     mismatch: Mismatch | None = None
     recorded_error: str | None = None
-    error: str | None = None  # of this time
+    error: str | None = None  # of this run
     traceback: str | None = None
     notes: list[str] = field(default_factory=list)
     reply: Message | None = field(default=None, repr=False)
@@ -84,8 +84,8 @@ def rerun_client(
 ) -> Rerun:
     """Run what a client was sent in a round through its ClientApp again, and compare the replies.
 
-    `folder`: where clients keep their tapes. `app`: the app's folder, or a ClientApp. It must be given: a tape may come
-    from somebody else, and the folder that it names is never imported unasked. `debugger`: stops under pdb at the first
+    `folder`: where clients keep their tapes. `app`: the app's folder, or a ClientApp. It is required: a tape may come
+    from someone else, and the folder that it names is never imported unasked. `debugger`: stops under pdb at the first
     line of the handler, or after an exception where it was raised.
     """
     wait_for_writers()
@@ -154,7 +154,7 @@ def _app(chosen: Any, received: ReceivedMessage, folder: Path) -> tuple[Any, str
 
 
 def _not_run(received: ReceivedMessage, folder: Path) -> str:
-    """Return why nothing was run: a tape may come from anybody, so its word is not enough to import code."""
+    """Return why nothing was run: a tape may come from anyone, so it alone is not trusted to import code."""
     words = [received.run, "--round", str(received.round), "--node", received.node, "--tape", str(folder)]
     words += ["--phase", received.phase] if received.phase != TRAIN else []
     command = f"fedvitals replay {shlex.join(words)}"
@@ -164,7 +164,7 @@ def _not_run(received: ReceivedMessage, folder: Path) -> str:
             f"name. To run it:  {command} --app DIR  (in Python: app=DIR)."
         )
     inside = False
-    with suppress(OSError, ValueError, RuntimeError):  # a path that cannot be one
+    with suppress(OSError, ValueError, RuntimeError):  # a path that is invalid
         inside = Path(received.app).resolve().is_relative_to(folder.resolve())
     warning = " That folder is part of the tape itself: whoever made the tape wrote the code in it." if inside else ""
     return (
@@ -191,7 +191,7 @@ def _compare(site: ClientTapeFolder, received: ReceivedMessage, rerun: Rerun) ->
     if received.reply is None and received.error is None:
         return
     if rerun.reply is None and rerun.error is None:
-        return  # the debugger was left
+        return  # the user quit the debugger
     error = rerun.error
     if rerun.reply is not None and rerun.reply.has_error():
         error = str(rerun.reply.error.reason)
@@ -245,7 +245,7 @@ def _first_array_mismatch(rerun: Rerun, recorded: Tensors, replayed: Tensors) ->
 
 
 def _note_values(recorded: Mapping[str, Any], replayed: Mapping[str, Any], notes: list[str]) -> None:
-    """Note values other than arrays that differ: they may do so legitimately (a time), so they prove nothing."""
+    """Note values other than arrays that differ: they may differ legitimately (a time), so they prove nothing."""
     for key in dict.fromkeys((*recorded, *replayed)):
         before, after = recorded.get(key, {}).get("values", {}), replayed.get(key, {}).get("values", {})
         apart = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]

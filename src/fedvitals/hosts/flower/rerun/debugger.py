@@ -38,7 +38,7 @@ def post_mortem(error: BaseException) -> None:
 
 
 def own_frames(error: BaseException) -> Any:
-    """Return the traceback from the app on, without our own leading frames."""
+    """Return the traceback from the app onwards, without our own leading frames."""
     place = error.__traceback__
     while place is not None and str(place.tb_frame.f_globals.get("__name__")).startswith(OURS):
         place = place.tb_next
@@ -46,7 +46,7 @@ def own_frames(error: BaseException) -> Any:
 
 
 def _handler(app: Any, message: Message) -> CodeType | None:
-    """Return the code of the user's function that the message will reach; of a NumPyClient, that of its `client_fn`."""
+    """Return the code of the user's function that gets the message; for a NumPyClient, that of its `client_fn`."""
     category, _, action = message.metadata.message_type.partition(".")
     functions = getattr(app, "_registered_funcs", {})
     function = functions.get(f"{category}.{action or 'default'}", functions.get(message.metadata.message_type))
@@ -56,7 +56,7 @@ def _handler(app: Any, message: Message) -> CodeType | None:
 
 
 def _stopping_at(code: CodeType) -> Any:
-    """Return a trace function that does nothing until that code is entered, and hands over to pdb there."""
+    """Return a trace function that does nothing until that code is entered, and then starts pdb."""
 
     def watch(frame: FrameType, event: str, _: Any) -> Any:
         if event != "call" or frame.f_code is not code:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute a recorded aggregation again, by handing the round's replies to the user's strategy once more.
+"""Repeat a recorded aggregation by passing the round's replies to the user's strategy once more.
 
-The strategy is put into the recorded state and gets the recorded messages in their order; the result must have the
+The strategy is set to the recorded state and gets the recorded messages in their order; the result must have the
 recorded digest.
 """
 
@@ -37,8 +37,9 @@ NAMES_IN_SENTENCE = 5  # names in a sentence
 
 @dataclass
 class Reaggregation:
-    """The result of a repeated aggregation. `start`: from which recorded state; `notes`: what could not be restored,
-    as sentences.
+    """The result of a repeated aggregation.
+
+    `start`: the round of the recorded state; `notes`: what could not be restored, as sentences.
     """
 
     run: str
@@ -64,9 +65,9 @@ class Reaggregation:
 
 
 def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None) -> Reaggregation:
-    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, created as it was.
+    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, recreated.
 
-    Its attributes are overwritten by the recorded ones; pass an object that nobody else uses.
+    Its attributes are overwritten by the recorded ones, so pass an object that nobody else uses.
     """
     _check(tape)
     description = tape.setting.told.get("strategy") or {}
@@ -74,7 +75,7 @@ def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None)
     if strategy is None or not callable(getattr(strategy, "aggregate_train", None)):
         raise ConfigError(_no_strategy(strategy, description))
     began = time.perf_counter()
-    known: dict[str, Tensors] = {}  # what was computed on the way, by digest
+    known: dict[str, Tensors] = {}  # intermediate results, by digest
     start = _start(tape, round_index)
     for past_round in range(start, round_index):
         _aggregate(tape, tape.entry(past_round), strategy, known)
@@ -105,8 +106,9 @@ def _check(tape: TapeReader) -> None:
 
 
 def _start(tape: TapeReader, round_index: int) -> int:
-    """Return the latest round from whose recorded state the strategy reaches this one by aggregating recorded
-    replies.
+    """Return the latest round whose recorded state suffices.
+
+    From there the strategy reaches this round by aggregating recorded replies.
     """
     for start in range(round_index, tape.rounds[0] - 1, -1):
         entry = tape.entry(start)
@@ -139,7 +141,7 @@ def _check_updates(tape: TapeReader, entry: RoundEntry) -> None:
 
 
 def _states(tape: TapeReader, entry: RoundEntry, known: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Return the strategy's states before a round, from the tape or as computed in the rounds before."""
+    """Return the strategy's states before a round, from the tape or as computed in the previous rounds."""
     states: dict[str, Tensors] = {}
     for name, mark in _strategy_states(entry).items():
         own = known.get(mark.digest)
@@ -156,7 +158,7 @@ def _aggregate(
     tape_strategy.restore_attributes(strategy, entry.notes.get("strategy", {}), _states(tape, entry, known))
     replies = _replies(tape, entry)
     aggregate = strategy.aggregate_train
-    if getattr(strategy, MARK, None) is not None:  # a monitor's hooks are no part of it
+    if getattr(strategy, MARK, None) is not None:  # a monitor's hooks are not part of it
         aggregate = type(strategy).aggregate_train.__get__(strategy)
     stood = {**entry.notes.get("rng", {}), **entry.after_notes.get("rng", {})}
     with replaying(), random_generators_at(stood):
@@ -179,7 +181,7 @@ def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
 
 
 def _replies(tape: TapeReader, entry: RoundEntry) -> list[Message]:
-    """Return the replies in the order in which the strategy got them; for a custom loop, in the order of arrival."""
+    """Return the replies in the order in which the strategy got them; for a custom loop, in order of arrival."""
     by_id = {str(came.said["id"]): came for came in entry.came if "id" in came.said}
     order = [str(key) for key in entry.after_notes.get("replies", by_id)]
     strange = [key for key in order if key not in by_id]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's own tape: what its ClientApp was handed, message by message, so that it can be run again at its site.
+"""The client's own tape: the input of its ClientApp, message by message, so that it can be run again at its site.
 
     app = ClientApp(mods=[fv.flower.client_mod(tape="/var/lib/fedvitals/tape")])
 
-It holds the whole message, the context, the random generators' states before, and the reply: the most private data
-there is (level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
+It holds the whole message, the context, the random generators' previous states, and the reply: the most private data
+(level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fedvitals.replay.tape.digests import Tensors, state_digest_of
 from fedvitals.replay.tape.tape import Tape, machine_description
 
 logger = logging.getLogger("fedvitals")
-WRITERS_AT_ONCE = 3  # messages of one process that may wait to be written; the next one waits for the first of them
-FOLDERS_ABOVE = 6  # folders above a handler's file in which the app is looked for
+WRITERS_AT_ONCE = 3  # messages of one process waiting to be written; the next one waits for the first of them
+FOLDERS_ABOVE = 6  # folders above a handler's file in which the app is searched for
 
 
 def client_tape(tape: Any) -> ClientTape | None:
@@ -92,8 +92,9 @@ class ClientTape:
 
 
 class MessageRecording:
-    """The recording of one message. It is on the tape before its handler is done, so that a killed client can be run
-    again, too.
+    """The recording of one message.
+
+    It is on the tape before its handler is done, so that a killed client can also be run again.
     """
 
     def __init__(self, tape: ClientTape, message: Message, context: Context, call_next: Callable[..., Any]) -> None:
@@ -171,8 +172,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def app_of(handler: Any) -> str | None:
-    """Return the folder of the app that a handler belongs to: the nearest one above its file that is an app; else
-    None.
+    """Return the folder of the app that a handler belongs to; None if there is none.
+
+    It is the nearest folder above its file that is an app.
     """
     file = getattr(getattr(handler, "__code__", None), "co_filename", None)
     return None if file is None else _app_above(file)

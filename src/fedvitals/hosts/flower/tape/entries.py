@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of clients' tapes at one site: FOLDER/RUN/NODE/ROUND-PHASE, and the arrays once in FOLDER/RUN/objects.
 
-Many processes write at once, each for a client of its own; only thinning needs the folder for itself, and is skipped if
-somebody writes. What is read may be damaged or malicious: sizes, names and kinds are checked, and nothing is unpickled.
+Many processes write at once, each for its own client; only thinning needs exclusive access to the folder, and is
+skipped if another process writes. What is read may be damaged or malicious: sizes, names and kinds are checked, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LARGEST = 64 << 20  # bytes of one message's entry, without its arrays
 LONGEST = 20_000  # characters of an error
 THINNED_SHARE = 0.9  # of the budget, to which a full tape is thinned
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,120}")  # names of runs and nodes
-# Of a message's metadata: what is kept, and of which type.
+# The metadata kept of a message, and their types.
 METADATA = {
     **dict.fromkeys(("run_id", "src_node_id", "dst_node_id"), int),
     **dict.fromkeys(("message_id", "reply_to_message_id", "group_id", "message_type"), str),
@@ -47,7 +48,7 @@ class ReceivedMessage(msgspec.Struct):
 
     run: str
     node: str
-    round: int | None  # as the message said; None: it did not
+    round: int | None  # as the message said; None if it did not
     phase: str  # «train», «evaluate», «query», or one with an action: «train.personal»
     at: float
     metadata: dict[str, Any]
@@ -59,7 +60,7 @@ class ReceivedMessage(msgspec.Struct):
     machine: dict[str, str]
     app: str | None = None  # the folder of the app
     handler: str | None = None  # file:line
-    sent: str | None = None  # digests of the arrays of content and state; None: there are none
+    sent: str | None = None  # digests of the arrays of content and state; None if there are none
     held: str | None = None
     reply: dict[str, Any] | None = None
     mark: StateDigest | None = None  # of the reply's arrays
@@ -84,7 +85,7 @@ class ClientTapeFolder:
             yield
 
     def put(self, run: str, tensors: Tensors) -> str | None:
-        """Store arrays, whole or not at all, and return the digest by which they are found; None if there are none."""
+        """Store arrays atomically, and return the digest by which they are found; None if there are none."""
         if not tensors:
             return None
         digest = digest_of(tensors)
@@ -99,7 +100,7 @@ class ClientTapeFolder:
         """Write a message's entry."""
         folder = self.folder / _checked_name(received.run) / _checked_name(received.node)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if received.round is None:  # nobody told: its own count
+        if received.round is None:  # unknown: use the client's own count
             received.round = 1 + max(
                 (round_index for round_index, phase in _messages_in(folder) if phase == received.phase), default=0
             )
@@ -107,7 +108,7 @@ class ClientTapeFolder:
         replace_file(folder / f"{received.round:08d}-{received.phase}", packed)
 
     def thin(self) -> None:
-        """Reduce the folder to the budget, oldest messages first; skipped if somebody writes."""
+        """Reduce the folder to the budget, oldest messages first; skipped if another process writes."""
         if self.budget is None or self.bytes() <= self.budget:
             return
         with suppress(BlockingIOError), self._locked(shared=False):
@@ -137,7 +138,7 @@ class ClientTapeFolder:
             return
         with (self.folder / LOCK).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield  # closing it sets it free
+            yield  # closing it releases the lock
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class ClientTapeFolder:
 
 
 def find_run(folder: ClientTapeFolder, name: str | None) -> str:
-    """Return the run of this name or Flower number; for None, the only one there is."""
+    """Return the run of this name or Flower number; for None, the only one."""
     known = folder.runs()
     for candidate in (name, f"flower-{name}"):
         if candidate in known:
@@ -205,13 +206,13 @@ def find_run(folder: ClientTapeFolder, name: str | None) -> str:
 
 
 def find_node(folder: ClientTapeFolder, run: str, name: str) -> str:
-    """Return the node of this id, the end of one, or «partition 3»."""
+    """Return the node of this id, of an id's ending, or «partition 3»."""
     known = folder.nodes(run)
     if name in known:
         return name
     partition = re.fullmatch(r"partition[ -]?([0-9]+)", name.strip().lower())
     matches = [n for n in known if _partition(folder, run, n) == int(partition[1])] if partition else []
-    if partition is None and len(name) >= 3:  # fewer would mean anybody
+    if partition is None and len(name) >= 3:  # fewer would be ambiguous
         matches = [known_name for known_name in known if known_name.endswith(name)]
     if len(matches) == 1:
         return matches[0]

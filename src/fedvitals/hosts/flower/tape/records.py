@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert Flower's records to what a tape can store, and back: tensors by name, and a JSON outline of everything else.
+"""Convert Flower's records to what a tape can store, and back: tensors by name, and a JSON outline of the rest.
 
-The two together give the very records back. An array that NumPy wrote plainly becomes a tensor over the array's own
+Together the two restore the records exactly. An array that NumPy wrote plainly becomes a tensor over the array's own
 bytes; any other (of another library, or of a type that torch lacks) is kept as its bytes.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NUMPY = "numpy.ndarray"
 KINDS = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")  # of numpy, which torch and safetensors have
-LONGEST_TEXT = 64 << 10  # bytes of a text or of bytes in an outline: what is longer is left out, or becomes a tensor
+LONGEST_TEXT = 64 << 10  # bytes of a text or of bytes in an outline: longer ones are left out, or become a tensor
 ARRAYS, METRICS, CONFIG = "arrays", "metrics", "config"
 
 Outline = dict[str, Any]
@@ -37,7 +37,7 @@ Tensors = dict[str, "Tensor"]
 
 
 def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
-    """Return a tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
+    """Return a tensor over the array's own, immutable bytes; and how to read it, unless it is plain."""
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
     data = array.data
@@ -66,7 +66,7 @@ def array_of(tensor: Tensor, how: Mapping[str, Any] | None) -> Array:
 
 
 def _bytes_view(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return bytes as an array without a copy. torch wants writable memory, although nobody writes to it."""
+    """Return bytes as an array without a copy. torch requires writable memory, although it is never written to."""
     if not data:
         return np.empty(0, np.uint8)
     room = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
@@ -75,7 +75,7 @@ def _bytes_view(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def tensors_of(record: Mapping[str, Array], names: Mapping[str, str] | None = None) -> tuple[Tensors, Outline]:
-    """Return the tensors and the outline of an ArrayRecord; `names`: what its arrays are called among the tensors."""
+    """Return the tensors and the outline of an ArrayRecord; `names`: the names of its arrays among the tensors."""
     tensors, arrays = Tensors(), []
     for name, array in record.items():
         key = name if names is None else names[name]
@@ -103,11 +103,10 @@ def outline_of(
     whole: bool = False,
     layers: Sequence[str] | None = None,
 ) -> tuple[Outline, Tensors]:
-    """Return the outline and the tensors of a message's records, or a context's. Arrays keep their names if there is
-    one model.
+    """Return the outline and the tensors of a message's or a context's records.
 
-    `whole`: long bytes and texts become tensors; otherwise they are left out, which is noted. `layers`: names for the
-    arrays of one model, where the wire has numbers.
+    Arrays keep their names if there is one model. `whole`: long bytes and texts become tensors; otherwise they are left
+    out, which is noted. `layers`: names for the arrays of one model, if the transport has numbers.
     """
     alone = sum(isinstance(record, ArrayRecord) for record in content.values()) == 1
     outline, tensors = Outline(), Tensors()
@@ -152,7 +151,7 @@ def left_out_names(outline: Outline) -> list[str]:
 
 
 def _unique_names(names: dict[str, str], taken: Mapping[str, Any]) -> dict[str, str]:
-    """Return names that are unique, because two records may spell the same one: «a/b» and «c», «a» and «b/c»."""
+    """Return unique names, because two records may produce the same one: «a/b» and «c», «a» and «b/c»."""
     unique: dict[str, str] = {}
     for name, key in names.items():
         own = key
@@ -183,7 +182,7 @@ LEFT_OUT = object()
 
 
 def json_value(value: Any) -> Any:
-    """Return a value as JSON that gives the same value back: numbers keep their type and bits."""
+    """Return a value as JSON from which it can be restored: numbers keep their type and bits."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, list | tuple):
@@ -204,7 +203,7 @@ def _number_or_words(value: Any) -> Any:
 
 
 def value_from_json(document: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Return the value of its JSON; LEFT_OUT if it was too long to be kept."""
+    """Return the value from its JSON; LEFT_OUT if it was too long to be kept."""
     if isinstance(document, list):
         return [value_from_json(entry) for entry in document]
     if not isinstance(document, dict):

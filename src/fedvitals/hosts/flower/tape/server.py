@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record what a Flower server does on the monitor's tape, so that each aggregation can be computed again.
 
-For each round: the arrays that were sent and what the strategy remembers, every reply as the strategy got it, and the
-result. Arrays of messages are immutable bytes, so nothing is copied; what a strategy holds is. Digests, compression and
+For each round: the arrays that were sent and the strategy's state, every reply as the strategy got it, and the result.
+Arrays of messages are immutable bytes, so they are not copied; what a strategy holds is. Digests, compression and
 writing happen on the tape's thread.
 """
 
@@ -40,21 +40,21 @@ class ServerTape:
 
     def __init__(self, server_rounds: ServerRounds) -> None:
         self._server_rounds = server_rounds
-        self.strategy: Any = None  # whose attributes are read
+        self.strategy: Any = None  # its attributes are read
         self._recorder: protocols.TapeRecorder | None = None
         self._described = self._told_hidden = False
-        self._number: int | None = None  # of the round that is on the tape
-        self._begun = False  # whether the tape was told of its beginning
+        self._number: int | None = None  # of the round on the tape
+        self._begun = False  # whether the tape has the round's beginning
         self._rng: dict[str, Any] = {}
         self._config: Outline | None = None  # what all clients were asked with
-        self._asked: dict[str, Any] = {}  # by node, where it was something else
+        self._asked: dict[str, Any] = {}  # by node, where it differed
         self._after: dict[str, Tensors] = {}
         self._after_notes: dict[str, Any] = {}
 
     # -- the round ----------------------------------------------------------------------------------------------------
 
     def begins(self, round_index: int) -> None:
-        """Note the state of the random generators, before the strategy chooses any client."""
+        """Record the state of the random generators, before the strategy chooses any client."""
         self._recorder = self._server_rounds.monitor.host.recorder
         self._number = None
         if self._recorder is None:
@@ -64,8 +64,9 @@ class ServerTape:
         self._after, self._after_notes = {}, {}
 
     def asked(self, request: ClientRequest) -> None:
-        """Record a request. With the first one of a round the strategy has decided, so what it remembers is recorded
-        now.
+        """Record a request.
+
+        With the first one of a round the strategy has decided, so its state is recorded now.
         """
         if self._number is None or request.phase != TRAIN:
             return
@@ -114,14 +115,15 @@ class ServerTape:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def came(self, request: ClientRequest, reply: Message, instead: Message | None) -> None:
-        """Record a reply as the strategy will see it; `instead`: what it gets in its place, as if the client had
-        failed.
+        """Record a reply as the strategy will see it.
+
+        `instead`: what it gets in its place, as if the client had failed.
         """
         if request.phase != TRAIN or self._number != request.round_index or self._recorder is None:
             return
         key = reply.metadata.reply_to_message_id
         if reply.has_error():
-            failure = client_failure_of(reply.error, request.phase)  # its class alone: a client's words may quote data
+            failure = client_failure_of(reply.error, request.phase)  # only its class: a client's words may quote data
             error, code = str(failure.data["exception"]), failure.data["code"]
             message = protocols.Message(request.node, None, used=False, error=error, notes={"id": key, "code": code})
         elif self._server_rounds.hidden is not None:
@@ -169,8 +171,9 @@ class ServerTape:
             self._after_notes["corrected"] = "robust_aggregator"
 
     def aggregated(self, own: ArrayRecord | None, model: ArrayRecord | None, metrics: Any) -> None:
-        """Record the result. `own`: the strategy's; `model`: what the run goes on with, which a correction may have
-        changed.
+        """Record the result. `own`: the strategy's.
+
+        `model`: what the run continues with, which a correction may have changed.
         """
         if self._number is None or self._recorder is None:
             return
@@ -199,13 +202,14 @@ class ServerTape:
 
 
 def _tensors_by_layer(record: ArrayRecord, layers: Sequence[str] | None) -> Tensors:
-    """Return the tensors of a model by layer, whatever the wire calls them."""
+    """Return the tensors of a model by layer, whatever their names in transport."""
     return {name: records.tensor_of(array)[0] for name, array in arrays.with_layer_names(record, layers).items()}
 
 
 def _request_outline(content: Any, model: ArrayRecord | None) -> Outline:
-    """Return what a client was asked with. Arrays that are the round's model refer to its state; of others there are
-    digests.
+    """Return what a client was asked with.
+
+    Arrays equal to the round's model refer to its state; others are given by digests.
     """
     sent = arrays.model_of(content)
     if sent is not None and model is not None and _same_bytes(sent, model):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy remembers from round to round, read from its attributes: arrays as states, plain values as JSON.
+"""A strategy's state between rounds, read from its attributes: arrays as states, plain values as JSON.
 
-FedAdam's `m_t`, `v_t` and `current_arrays` are examples, or numbers that a custom strategy keeps. Attributes that are
-neither are named, so that a replay can say what was not restored.
+Examples are FedAdam's `m_t`, `v_t` and `current_arrays`, or numbers that a custom strategy keeps. Other attributes are
+listed by name, so that a replay can say what was not restored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from fedvitals.hosts.flower.tape.records import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATE = "strategy/"  # how the names of such states begin
-MOST = 1000  # values in a list or a dict that are looked at
-OWN = "flwr.serverapp.strategy"  # where the strategies are that can be made again by their names
+STATE = "strategy/"  # prefix of the names of such states
+MOST = 1000  # values in a list or a dict that are read
+OWN = "flwr.serverapp.strategy"  # where the strategies are that can be recreated by name
 
 
 def read_attributes(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[str]]:
-    """Return states by name, an outline of all attributes, and the names of those that cannot be read. Arrays are
-    copied.
+    """Return states by name, an outline of all attributes, and the names of unreadable ones.
+
+    Arrays are copied.
     """
     states: dict[str, Tensors] = {}
     outline, unknown = Outline(), list[str]()
@@ -57,7 +58,7 @@ def read_attributes(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[st
 
 
 def restore_attributes(strategy: Any, outline: Outline, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Set the attributes as they were. Each array is a copy, which the strategy may change."""
+    """Restore the attributes. Each array is a copy, which the strategy may change."""
     for name, attribute in outline.items():
         try:
             if attribute["kind"] == "value":
@@ -71,8 +72,9 @@ def restore_attributes(strategy: Any, outline: Outline, states: Mapping[str, Map
 
 
 def description_of(strategy: Any) -> dict[str, Any]:
-    """Return the class and settings by which a strategy could be created again; `foreign`: settings that are not
-    plain values.
+    """Return the class and settings from which a strategy can be recreated.
+
+    `foreign`: settings that are not plain values.
     """
     kind = type(strategy)
     settings, foreign = dict[str, Any](), list[str]()
@@ -108,8 +110,9 @@ def rebuild_strategy(description: Mapping[str, Any]) -> Any:
 
 
 def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
-    """Return copies of the arrays, in one of the shapes in which strategies keep them, with their outline; else
-    None.
+    """Return copies of the arrays with their outline, or None.
+
+    The value must have one of the forms in which strategies keep arrays.
     """
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
@@ -128,8 +131,9 @@ def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
 
 
 def _all_arrays(values: Sequence[Any]) -> bool:
-    """Return whether all are arrays, where NumPy scalars count: they were arrays of no dimension before a
-    computation.
+    """Return whether all are arrays.
+
+    NumPy scalars count, since they were arrays of no dimension before a computation.
     """
     import torch  # noqa: PLC0415
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's side: a component of the job that measures tasks, and sends the numbers along with their results.
 
-Like the server's it is a filter for a task that never comes, for the sake of NVFlare's events. It changes no task, no
-result and no weight: a result gets one header more. The header is set before the site's own filters run, so that they
-see all that leaves. An error on our side costs only telemetry.
+Like the server's it is a filter for a task that never occurs, in order to receive NVFlare's events. It changes no task,
+no result and no weight, and adds one header to each result. The header is set before the site's own filters run, so
+that they see everything that leaves. An error on our side only costs telemetry.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from fedvitals.resources.process_start import process_started
 from fedvitals.transport.privacy import WORDS
 
 logger = logging.getLogger("fedvitals")
-TOPIC = "fedvitals.failure"  # of messages that tell why a task failed, where its result cannot
+TOPIC = "fedvitals.failure"  # of messages that report why a task failed, if its result cannot
 PEER_CONTROLLER = "ClientSideController"  # of swarm learning, and of all workflows that sites run among themselves
-CLIENT_API = "ClientAPIExecutor"  # whose scripts begin and end their tasks by the Client API
+CLIENT_API = "ClientAPIExecutor"  # its scripts begin and end their tasks by the Client API
 
 
 @dataclass(slots=True)
 class OpenTask:
-    """A task that the site works on."""
+    """A task that the site is working on."""
 
     task_id: str
     received: float
     cpu: float
     size: int
-    watched: SiteTask | None = None  # where the executor trains on this thread
-    answered: bool = False  # whether its result carries our header
-    failures: FailureFileWatch | None = None  # where a script of its own process may fail
-    failure: SiteFailure | None = None  # which it told
+    watched: SiteTask | None = None  # if the executor trains on this thread
+    answered: bool = False  # whether its result has our header
+    failures: FailureFileWatch | None = None  # if a script in its own process may fail
+    failure: SiteFailure | None = None  # reported by that script
 
     def close(self) -> None:
-        """End what is open."""
+        """Close everything that is open."""
         if self.failures is not None:
             self.failures.stop()
         if self.watched is not None:
@@ -75,7 +75,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     ) -> None:
         super().__init__()
         self.probes, self.privacy, self.tracebacks, self.trainers = probes, privacy, tracebacks, trainers
-        self._settings: SiteSettings | None = None  # once the job has started
+        self._settings: SiteSettings | None = None  # set once the job has started
         self._task: OpenTask | None = None
         self._exceptions = LoggedExceptions()
         self._failure_file: Path | None = None
@@ -89,12 +89,12 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         }
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Return the message as it is; never called, because no task has our name."""
+        """Return the message unchanged; never called, because no task has our name."""
         del fl_ctx
         return shareable
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Take an event of NVFlare's. Nothing of ours may reach the job: what fails is logged once."""
+        """Handle an NVFlare event. Our failures are logged once and must not affect the job."""
         handler = self._handlers.get(event_type)
         if handler is None:
             return
@@ -118,7 +118,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self._settings = settings
         self._exceptions.install()
         if _sites_train_each_other(fl_ctx):
-            return  # what a script sends goes to another site, which must not learn its numbers
+            return  # a script's result goes to another site, which must not see its numbers
         self._watch_client_api(settings)
         if self.trainers:
             root = Path(
@@ -126,7 +126,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             )
             self._failure_file = root.absolute() / f"fedvitals-failure-{os.getpid()}.json"
             os.environ.update(settings.variables(os.environ, str(self._failure_file)))
-            if str(SITE_FOLDER) not in sys.path:  # from which NVFlare makes the PYTHONPATH of what it starts
+            if str(SITE_FOLDER) not in sys.path:  # used by NVFlare for the PYTHONPATH of its child processes
                 sys.path.insert(0, str(SITE_FOLDER))
 
     def _watch_client_api(self, settings: SiteSettings) -> None:
@@ -181,7 +181,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         task.answered = True
 
     def _envelope(self, task: OpenTask, result: Shareable) -> ResultEnvelope:
-        """Return the telemetry of a task: of its script where that has told, else of what happened on this thread."""
+        """Return the telemetry of a task: from its script if that has sent any, else from this thread."""
         of_script = _taken_from_script(result)
         if task.watched is not None:
             arrays = models.arrays_of(result)
@@ -189,13 +189,13 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             of_script = task.watched.finish(sent, message_bytes=max(task.size, models.bytes_of(result)))
             task.watched = None
         now = time.time()
-        if of_script is not None:  # the task's way between the site and its script is the site's time
+        if of_script is not None:  # the task's way between the site and its script counts as the site's time
             return replace(of_script, received=task.received, replied=now)
         cpu = time.process_time() - task.cpu
         return ResultEnvelope(b"", task.received, now, process_started() or task.received, cpu)
 
     def _failure(self, task: OpenTask) -> SiteFailure | None:
-        """Return why the task failed, as far as the site lets it go."""
+        """Return why the task failed, as far as the site releases it."""
         error = self._exceptions.first
         written = None if self._failure_file is None else take_written_failure(self._failure_file)
         return self._released(failure_of(error) if error is not None else written or task.failure)
@@ -209,7 +209,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         return SiteFailure(failure.exception)
 
     def _before_sending(self, fl_ctx: FLContext) -> None:
-        """Tell the server why a task failed, where its executor raised: NVFlare makes that result after all events."""
+        """Tell the server why a task failed if its executor raised, as NVFlare creates that result after all events."""
         task, self._task = self._task, None
         if task is None or task.answered or self._settings is None:
             return
@@ -219,7 +219,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             _tell_failure(fl_ctx.get_engine(), fl_ctx, task, failure)
 
     def _script_failed(self, task: OpenTask, engine: Any, failure: SiteFailure) -> None:
-        """Tell the server at once that a script failed whose process NVFlare still takes for alive."""
+        """Tell the server at once that a script failed while NVFlare still considers its process alive."""
         task.failure = failure
         released = self._released(failure)
         if released is None:
@@ -232,7 +232,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
 
 
 def _tell_failure(engine: Any, fl_ctx: FLContext, task: OpenTask, failure: SiteFailure) -> None:
-    """Send the server a message of why a task failed, which nobody waits for."""
+    """Send the server a message of why a task failed, without waiting for it."""
     now = time.time()
     envelope = ResultEnvelope(b"", task.received, now, now, time.process_time() - task.cpu, failure)
     message = Shareable({"task_id": task.task_id, KEY: envelope.header()})
@@ -240,7 +240,7 @@ def _tell_failure(engine: Any, fl_ctx: FLContext, task: OpenTask, failure: SiteF
 
 
 def _trains_here(fl_ctx: FLContext, task_name: str, data: Any) -> bool:
-    """Return whether a task is one of training, by an executor that works on this thread."""
+    """Return whether a task is a training task of an executor that works on this thread."""
     if task_name in EVALUATION_TASKS or not isinstance(data, Shareable):
         return False
     if task_name != TRAIN and models.arrays_of(data) is None:
@@ -258,7 +258,7 @@ def _sites_train_each_other(fl_ctx: FLContext) -> bool:
 
 
 def _hiding_filters(fl_ctx: FLContext) -> list[str]:
-    """Return the filters that hide what telemetry would tell: known ones of the job, and all of the site's own."""
+    """Return the filters that hide what telemetry would reveal: known ones of the job, and all of the site's own."""
     of_job = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_result_filters", None) or {}
     names = [
         name
@@ -272,7 +272,7 @@ def _hiding_filters(fl_ctx: FLContext) -> list[str]:
 
 
 def _taken_from_script(result: Shareable) -> ResultEnvelope | None:
-    """Take the telemetry of a training script out of its result's meta."""
+    """Remove the telemetry of a training script from its result's meta, and return it."""
     dxo = models.dxo_of(result)
     header = None if dxo is None else dxo.meta.pop(KEY, None)
     if header is None:

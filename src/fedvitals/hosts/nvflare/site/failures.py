@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a task failed at a site: NVFlare sends the server a return code, and keeps the exception in the site's log.
 
-Exceptions of executors, and of scripts that train inside of the site's process, are seen when NVFlare logs them, since
-they are being handled then. A script in a process of its own writes the one that ends it to a file.
+Exceptions of executors, and of scripts that train inside the site's process, are caught when NVFlare logs them, since
+they are being handled then. A script in a process of its own writes the exception that ends it to a file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LOGGERS = (
     "nvflare.private.fed.client.client_runner.ClientRunner",
 )
 LARGEST_FILE = 200_000  # bytes
-INTERVAL_SECONDS = 0.5  # between two looks for a file
+INTERVAL_SECONDS = 0.5  # between two checks for a file
 
 
 class FailureFileWatch:
-    """Looks for what a training script writes about its end while a task is worked on, and calls `report` with it.
+    """Watches for a training script's report of its end while a task is worked on, and calls `report` with it.
 
-    NVFlare may not notice for minutes: threads of its own keep the process alive whose script has failed.
+    NVFlare may not notice for minutes, because its own threads keep the process of a failed script alive.
     """
 
     def __init__(self, path: Path, report: Callable[[SiteFailure], None]) -> None:
@@ -45,7 +45,7 @@ class FailureFileWatch:
                 return
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._thread.stop()
 
 
@@ -57,37 +57,37 @@ class LoggedExceptions(logging.Handler):
         self.first: BaseException | None = None
 
     def install(self) -> None:
-        """Listen to the loggers of NVFlare that log what ends a task."""
+        """Start listening to NVFlare's loggers that report the end of a task."""
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self)
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the exception that is being handled where this was logged."""
+        """Keep the exception being handled where this was logged."""
         del record
         error = sys.exc_info()[1]
         if error is not None and self.first is None:
             self.first = error
 
     def forget(self) -> None:
-        """Forget what was noted: a new task begins."""
+        """Clear the exception, because a new task begins."""
         self.first = None
 
 
 def failure_of(error: BaseException) -> SiteFailure:
-    """Return an exception as what may be told of it, all of it."""
+    """Return an exception as a failure with everything that can be reported."""
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
     return SiteFailure(type(error).__name__, str(error)[:LONGEST_MESSAGE], text)
 
 
 def take_written_failure(path: Path, *, of_trainer: bool = False) -> SiteFailure | None:
-    """Return what a process of the site wrote about its end, and remove it; None if there is nothing.
+    """Return what a process of the site wrote about its end, and remove the file; None if there is none.
 
-    `of_trainer`: only if it is the script that talks to NVFlare, and no other program.
+    `of_trainer`: only for the script that talks to NVFlare, and no other program.
     """
     try:
         text = path.read_text(encoding="utf-8")[:LARGEST_FILE]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site measures and lets go: what the job asks for, and never more than the site's own environment allows.
+"""What a site measures and releases: what the job requests, but never more than the site's own environment allows.
 
-The variables FEDVITALS_PRIVACY and FEDVITALS_TRACEBACKS of a site's machine are its administrator's word: the lower of
-the two levels holds. Training scripts in processes of their own get the outcome through their environment.
+The variables FEDVITALS_PRIVACY and FEDVITALS_TRACEBACKS of a site's machine are set by its administrator: the lower of
+the two levels applies. Training scripts in processes of their own get the result through their environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SiteSettings:
     def of_job(
         cls, environment: Mapping[str, str], probes: str, privacy: int | None, *, tracebacks: bool
     ) -> SiteSettings:
-        """Return what a job asks for, within what the site's environment allows."""
+        """Return what a job requests, within what the site's environment allows."""
         asked = policy_for("nvflare", privacy, tracebacks=tracebacks)
         allowed = environment.get(PRIVACY, "")
         if allowed and (not allowed.isdecimal() or int(allowed) > 4):
@@ -43,7 +43,7 @@ class SiteSettings:
 
     @classmethod
     def of_trainer(cls, environment: Mapping[str, str]) -> SiteSettings:
-        """Return what the site's component has written into the environment of a training script."""
+        """Return the settings that the site's component wrote into a training script's environment."""
         level = environment.get(PRIVACY, "0")
         return cls(
             environment.get(PROBES) or "standard",
@@ -52,8 +52,9 @@ class SiteSettings:
         )
 
     def variables(self, inherited: Mapping[str, str], failure_file: str) -> dict[str, str]:
-        """Return the variables for training scripts that a site starts. `failure_file`: where they tell why they
-        failed.
+        """Return the variables for training scripts that a site starts.
+
+        `failure_file`: where they report why they failed.
         """
         return {
             TRAINER_SWITCH: "1",
@@ -65,10 +66,10 @@ class SiteSettings:
         }
 
     def limited_to(self, level: int) -> SiteSettings:
-        """Return the settings with at most this level, and without a word of the site's own."""
+        """Return the settings with at most this level, and without any text of the site's own."""
         return SiteSettings(self.probes, min(self.level, level), tracebacks=False)
 
     @property
     def policy(self) -> PrivacyPolicy:
-        """The gate for this site's records."""
+        """The privacy policy for this site's records."""
         return PrivacyPolicy(self.level, tracebacks=self.tracebacks)

@@ -20,7 +20,7 @@ from fedvitals.transport.privacy import WORDS
 
 
 class SiteTask:
-    """A training task that has begun. `start`: the model that the site was sent, where its layers may be told."""
+    """A training task that has begun. `start`: the model that the site was sent, if its layers may be reported."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class SiteTask:
             preset=settings.probes,
             policy=settings.policy,
             strict=False,
-            round=None,  # which it is, the server knows
+            round=None,  # known to the server
             trace=trace_id(job_id),
             span=journey_id(job_id, site, round_index),
             known=frozenset(),
             initial=None,
             turn=Turn(round_index),
         )
-        self._worker.payload()  # what is left of a task that failed
+        self._worker.payload()  # left over from a failed task
         self._scope = ExitStack()
         self._scope.enter_context(self._worker.client(site))
 
@@ -57,7 +57,7 @@ class SiteTask:
     def finish(self, sent: Mapping[str, Values] | None = None, *, message_bytes: int = 0) -> ResultEnvelope:
         """Leave the scope, and return the task's telemetry.
 
-        `sent`: the model that goes back, where that is what it is. `message_bytes`: of the larger of what was received
+        `sent`: the model that is returned, if it is one. `message_bytes`: the size of the larger of what was received
         and what is sent.
         """
         self._scope.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts that use NVFlare's Client API: `flare.receive` begins a task, `flare.send` takes its telemetry home.
+"""Training scripts that use NVFlare's Client API: `flare.receive` begins a task, `flare.send` returns its telemetry.
 
 The methods of the Client API's classes are redirected to `receive` and `send`, in the site's own process by its
 component, and in a process that the site starts by `hosts/site/sitecustomize.py`. The model that a script receives and
-sends stays the same object; while it is sent, its meta has one more entry, which the site's component takes out again.
+sends stays the same object; while it is sent, its meta has one more entry, which the site's component removes again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedvitals.hosts.nvflare.site.task import SiteTask
 from fedvitals.hosts.own_failures import guarded
 from fedvitals.transport.privacy import WORDS
 
-MARK = "_fedvitals"  # attribute: of a Client API its open task, of a redirected method that it is one
-SETTINGS = "_fedvitals_settings"  # attribute of a Client API's class, where its site's component set it
+MARK = "_fedvitals"  # attribute: of a Client API its open task, of a method that it is redirected
+SETTINGS = "_fedvitals_settings"  # attribute of a Client API's class, set by its site's component
 
 
 def watch_client_api(api_class: Any, settings: SiteSettings) -> None:
@@ -45,7 +45,7 @@ def _as_method(original: Callable[..., Any], handler: Callable[..., Any]) -> Cal
 
 
 def receive(original: Callable[..., Any], api: Any, *arguments: Any, **more: Any) -> Any:
-    """Call `receive`, and begin to watch the task that it gives."""
+    """Call `receive`, and begin to watch the task that it returns."""
     model = original(api, *arguments, **more)
     guarded("beginning", lambda: _begin(api, model))
     return model
@@ -66,7 +66,7 @@ def send(original: Callable[..., Any], api: Any, model: Any, *arguments: Any, **
 def _begin(api: Any, model: Any) -> None:
     opened = getattr(api, MARK, None)
     if opened is not None and opened[0] is model:
-        return  # received again, as the script may
+        return  # received again, which a script may do
     if opened is not None:
         setattr(api, MARK, None)
         opened[1].close()  # never sent: the task was given up
@@ -90,7 +90,7 @@ def _finish(api: Any, model: Any) -> dict[str, Any] | None:
 
 
 def _trains(api: Any) -> bool:
-    """Return whether the task is one of training, and this the process that talks to NVFlare (of ranks, the first)."""
+    """Return whether this is a training task, in the process that talks to NVFlare (the first of several ranks)."""
     try:
         return bool(api.is_train())
     except RuntimeError:
