@@ -86,7 +86,7 @@ def test_the_page_is_drawn(store, page):
     with serve(store) as url:
         ready(page, f"{url}/runs/{run}/adapters", "adapters")
         assert "energy by singular direction" in page.locator("main").inner_text()
-        parts = page.locator("figure", has_text="each client’s part in a direction")
+        parts = page.locator("figure", has_text="each client\u2019s part in a direction")
         strip = parts.locator(".chart-strip span")
         assert all(text.endswith("%") for text in strip.all_inner_texts() if text)
         parts.locator("[role=application]").focus()

@@ -187,7 +187,7 @@ class Listed(Slow):
 
 
 def test_labels_of_data_sets_that_list_them_are_counted_and_all_are_compared():
-    data, rows = Listed(), [*range(0, 40)]
+    data, rows = Listed(), [*range(40)]
     assert labels_of(DataLoader(Subset(data, rows), 8)) == {0: 10, 1: 10, 2: 10, 3: 10}
     watch = DataWatch()
     watch.look("c0", data)

@@ -224,7 +224,7 @@ class _KnownData:
     versions: tuple[int, ...] = ()
     rows: Sequence[int] | None = None  # of these tensors, where not all are the client's
     checksum: int | None = None  # of tensors
-    sums: Mapping[int, int] = field(default_factory=dict)  # of samples that were read one by one and described, by index
+    sums: Mapping[int, int] = field(default_factory=dict)  # checksums by index, of samples read one by one
     total: int = 0  # samples, of which these are
     targets: int | None = None  # checksum of all its labels, where these can be had without its samples
     source: Callable[[], Any] = lambda: None  # the data set that is read one by one, as long as it exists
@@ -414,9 +414,7 @@ def _checksum_of(batch: samples.Batch) -> int:
 def _checksums(batch: samples.Batch, places: Sequence[int]) -> dict[int, int]:
     """Return the checksum of each of these samples, by its index."""
     x, y = _first_tensor(batch[0]), batch[1]
-    return {
-        place: _checksum_of((y[row] if x is None else x[row], y[row])) for row, place in enumerate(places)
-    }
+    return {place: _checksum_of((y[row] if x is None else x[row], y[row])) for row, place in enumerate(places)}
 
 
 def _checksum_of_labels(data: Any) -> int | None:

@@ -287,7 +287,7 @@ def _how_it_stands(facts: Facts) -> str:
 
 
 def _accuracy_lost(facts: Facts, since: int | None, least: float = 0.0) -> str:
-    """Return «Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty if it fell by less or rose."""
+    """Return «Accuracy fell from 52 % to 12.3 %»: the best before a round and now; empty if it rose or fell by less."""
     before = [accuracy for round_index, accuracy in facts.accuracies if since is not None and round_index < since]
     best = max((accuracy for accuracy in before if math.isfinite(accuracy)), default=None)
     if best is None or facts.accuracy is None or facts.accuracy >= best or best - facts.accuracy < least:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 
 import click
 import torch
-from fedvitals_studies.outside.federation import Setting, drawn, federate
-from fedvitals_studies.outside.tasks import HALVES
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals_studies.outside.federation import Setting, drawn, federate
+from fedvitals_studies.outside.tasks import HALVES
 
 IN_TIME = 5  # rounds after the onset
 # Strengths, and the issues that are right. «repeated» (each sample twice) is harmless: nobody is to be accused.
@@ -116,8 +115,13 @@ def table(outcomes: list[Outcome]) -> str:
     healthy = by_fault.pop("", [])
     groups = {**by_fault, "all but repeated": [o for o in outcomes if o.setting.fault not in (None, "repeated")]}
     for fault, own in groups.items():
-        counts = [sum(map(len, values)) for values in zip(*((o.culprits, o.found, o.accused) for o in own), strict=True)]
-        wrong, false = (sum(len(_without_system(cases)) for cases in kind) for kind in ([o.wrong for o in own], [o.false for o in own]))
+        counts = [
+            sum(map(len, values)) for values in zip(*((o.culprits, o.found, o.accused) for o in own), strict=True)
+        ]
+        wrong, false = (
+            sum(len(_without_system(cases)) for cases in kind)
+            for kind in ([o.wrong for o in own], [o.false for o in own])
+        )
         lines.append(f"| {fault} | {len(own)} | {counts[1]} of {counts[0]} | {counts[2]} | {wrong} | {false} |")
     rounds = sum(o.setting.rounds for o in healthy)
     cases = sum(len(_without_system(o.false)) + len(o.whole) for o in healthy)
@@ -141,11 +145,11 @@ def main(half: str, path: Path | None, seed: int, times: int, only: str | None, 
             continue
         outcomes.append(run(setting))
         if verbose:
-            print(json.dumps(dataclasses.asdict(outcomes[-1])), file=sys.stderr, flush=True)
+            click.echo(json.dumps(dataclasses.asdict(outcomes[-1])), err=True)
         if path is not None:
             with path.open("a") as lines:
                 lines.write(json.dumps(dataclasses.asdict(outcomes[-1])) + "\n")
-    print(table(outcomes))
+    click.echo(table(outcomes))
 
 
 def read(path: Path) -> list[Outcome]:

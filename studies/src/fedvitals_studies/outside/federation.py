@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from fedvitals_studies.outside.tasks import HALVES, Task
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fedvitals as fv
+from fedvitals.diagnosis.live_detectors import FindingList
+from fedvitals_studies.outside.tasks import HALVES, Task
 
 DATA_FAULTS = frozenset(
     {"label_flip", "label_noise", "input_noise", "input_scale", "constant", "missing_classes", "repeated"}
@@ -59,8 +60,8 @@ class OwnDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.rows[index]
 
 
-def federate(setting: Setting) -> tuple[list[Any], list[str], float]:
-    """Train it, and return the cases, the culprits, and how good the model became (accuracy, or R²)."""
+def federate(setting: Setting) -> tuple[FindingList, list[str], float]:
+    """Train it, and return the findings, the culprits, and how good the model became (accuracy, or R²)."""
     rng, _ = np.random.default_rng(setting.seed), torch.manual_seed(setting.seed)
     task = HALVES[setting.half][setting.task](rng)
     held = len(task.x) // 5
@@ -142,9 +143,7 @@ def _sent(
     return state if factor is None else {n: start[n] + (factor * (v - start[n])).to(v.dtype) for n, v in state.items()}
 
 
-def _train(
-    model: nn.Module, x: Tensor, y: Tensor, loss: Any, task: Task, setting: Setting, times: float
-) -> None:
+def _train(model: nn.Module, x: Tensor, y: Tensor, loss: Any, task: Task, setting: Setting, times: float) -> None:
     kind, rate = (torch.optim.Adam, task.adam) if setting.adam else (torch.optim.SGD, task.sgd)
     optimizer = kind(model.parameters(), lr=rate * times)
     model.train()
@@ -170,7 +169,7 @@ def _divided(y: Tensor, setting: Setting, rng: np.random.Generator) -> list[Tens
         places = rng.permutation(np.flatnonzero(y.numpy() == label))
         cuts = (rng.dirichlet(np.full(setting.clients, setting.alpha)).cumsum()[:-1] * len(places)).astype(int)
         for shard, part in zip(shards, np.split(places, cuts), strict=True):
-            shard += part.tolist()
+            shard.extend(part.tolist())
     for shard in shards:  # nobody has next to nothing
         while len(shard) < 12:
             largest = max(shards, key=len)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets and models that are not the lab's: tables, words, sequences, small and larger images, numbers to predict."""
+"""Data sets and models that are not the lab's: tables, words, sequences, images of two sizes, numbers to predict."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def words(rng: np.random.Generator) -> Task:
     subjects = [np.where(rng.random(300) < 0.1, 12, 1) * chances for _ in range(8)]
     counts = np.stack([rng.multinomial(60, subjects[c] / subjects[c].sum()) for c in y])
     x = torch.as_tensor(np.log1p(counts), dtype=torch.float32)
-    return Task(x, torch.as_tensor(y), lambda: nn.Sequential(nn.Linear(300, 32), nn.ReLU(), nn.Linear(32, 8)), 0.1, 0.003, 8)
+    return Task(
+        x, torch.as_tensor(y), lambda: nn.Sequential(nn.Linear(300, 32), nn.ReLU(), nn.Linear(32, 8)), 0.1, 0.003, 8
+    )
 
 
 def sequences(rng: np.random.Generator) -> Task:
