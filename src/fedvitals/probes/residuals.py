@@ -32,9 +32,9 @@ NOT_RESIDUALS = (
 def regression_targets(data: Any) -> Tensor | None:
     """Return the targets of data that are two tensors and whose targets are numbers other than 0 and 1; else None."""
     arrays = tensors_of(data)
-    if arrays is None or not arrays[1].is_floating_point() or not arrays[1].numel():
+    if arrays is None or not arrays.y.is_floating_point() or not len(arrays):
         return None
-    targets = arrays[1].detach()
+    targets = arrays.labels().detach()
     return None if bool(((targets == 0) | (targets == 1)).all()) else targets
 
 

@@ -97,9 +97,8 @@ class ClientSession:
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
         self._weighed: int | None = None  # index of `weights`, if due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
-        others = [(i, p) for i, p in at_steps if p.probe is not gradients]
         prepares = instruments.prepares
-        self._stepwise = [(i, p) for i, p in others if prepares[i] is None]
+        self._stepwise = [(i, p) for i, p in at_steps if p.probe is not gradients and prepares[i] is None]
         self._prepared = [(i, p, prepare) for i, p in at_steps if (prepare := prepares[i]) is not None]
         self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed

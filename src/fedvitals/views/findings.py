@@ -312,12 +312,13 @@ def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
     name = str(row.get("name"))
     sign = sign_of(name, case)
     value, usual = number_of(row.get("value")), number_of(row.get("usual"))
-    computed = sign is None or name in NEAREST  # on the spot: it has no unit and no meaning but those of its name
-    as_it_is = computed or (not sign.statistic and not sign.events and name not in COMPARED)
+    if name in NEAREST:
+        sign = None  # computed on the spot: it has no unit and no meaning but those of its name
+    as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
     return NumberRow(
         name=name,
-        title=metric_title(name) if as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
-        meaning="" if computed else meaning_of(sign),
+        title=metric_title(name) if as_it_is or sign is None else title_of(sign, PLACES.get(sign.layer, case.layer)),
+        meaning="" if sign is None else meaning_of(sign),
         compared_as=COMPARED[name][1] if name in COMPARED else "",
         value=value,
         usual=usual,
@@ -325,7 +326,7 @@ def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
         score=number_of(row.get("score")),
         raw_value=as_measured(name, value),
         raw_usual=as_measured(name, usual),
-        unit=("share" if name in SHARES else "") if computed else unit_of(sign),
+        unit=("share" if name in SHARES else "") if sign is None else unit_of(sign),
     )
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(32, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(x))[0].mean(1))
+        scores: Tensor = self.head(self.lstm(self.embedding(x))[0].mean(1))
+        return scores
 
 
 class SmallViT(nn.Module):
@@ -66,11 +68,12 @@ class SmallViT(nn.Module):
         self.body, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.patches(x).flatten(2).transpose(1, 2) + self.place).mean(1))
+        scores: Tensor = self.head(self.body(self.patches(x).flatten(2).transpose(1, 2) + self.place).mean(1))
+        return scores
 
 
 def digits_batch_norm(rng: np.random.Generator) -> Task:
-    x, y = _shuffled(*datasets.load_digits(return_X_y=True), rng)
+    x, y = _shuffled(datasets.load_digits(return_X_y=True), rng)
     layers = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 32), nn.BatchNorm1d(32), nn.ReLU(),
         nn.Linear(32, 10),
@@ -79,12 +82,12 @@ def digits_batch_norm(rng: np.random.Generator) -> Task:
 
 
 def digits_logistic(rng: np.random.Generator) -> Task:
-    x, y = _shuffled(*datasets.load_digits(return_X_y=True), rng)
+    x, y = _shuffled(datasets.load_digits(return_X_y=True), rng)
     return Task(_standardised(x), y, lambda: nn.Linear(64, 10), 0.05, 0.005, 10)
 
 
 def cancer(rng: np.random.Generator) -> Task:
-    x, y = _shuffled(*datasets.load_breast_cancer(return_X_y=True), rng)
+    x, y = _shuffled(datasets.load_breast_cancer(return_X_y=True), rng)
     return Task(
         _standardised(x), y, lambda: nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 2)), 0.1, 0.005, 2
     )
@@ -150,7 +153,8 @@ HALVES: dict[str, tuple[Callable[[np.random.Generator], Task], ...]] = {
 }
 
 
-def _shuffled(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _shuffled(data: Any, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    x, y = data
     order = rng.permutation(len(x))
     return torch.as_tensor(x[order], dtype=torch.float32), torch.as_tensor(y[order])
 
