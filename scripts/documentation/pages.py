@@ -17,7 +17,7 @@ from fedvitals.stats import ADAPTERS, CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
-Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It stands in the run's config, and `fedvitals show` prints it.
+Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It is stored in the run's config, and `fedvitals show` prints it.
 
 - Level 1 acts where there is someone to sum: a round or an edge with at least `Monitor(cohort=10)` clients behind every layer of the sum; elsewhere it is 0. Smallest and largest values are left out, since each is one client's own, and a sum is held back if others would give away a smaller one by subtraction.
 - A client's words (log lines, messages of exceptions, attributes of `timed`) need level 3. Below, an error leaves with its class, a warning with its logger's name, and nothing else. `Monitor(tracebacks=)` is off by default in a deployment, at any level.
@@ -53,7 +53,7 @@ def metrics_page() -> str:
         "",
         "## Families of layer statistics",
         "",
-        "Packed matrices, one row a layer; the columns add up over steps, clients and edges where `merges` says so.",
+        "Packed matrices, one row per layer; the columns add up over steps, clients and edges where `merges` says so.",
         "",
         "| family | rows | columns | merges | level |",
         "| --- | --- | --- | --- | --- |",
@@ -98,7 +98,7 @@ _SCHEMA_HEAD = """# The store's schema
 Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
 
 A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database, with the same tables and views.
-`fedvitals query SQL` reads it, and so does any client of that database while a training writes. Names are kept once, in
+`fedvitals query SQL` reads it, and so does any client of that database, even during a training. Names are kept once, in
 `symbol`; the other tables hold their numbers. **People read the views**, which show the names:
 
 ```sh
@@ -145,34 +145,34 @@ def schema_page() -> str:
 
 
 _ISSUES_ABOUT = """\
-What fedvitals can find in a training. A finding names one of these codes, says where, since when, how sure and on which
-numbers; `fedvitals findings RUN` prints it with the causes, the remedies and what would prove it wrong, as they stand
-here. `fedvitals check RUN` looks again at a stored run.
+The issues that fedvitals can detect in a training run. A finding gives one of these codes, where and since when it
+applies, how certain it is, and the numbers behind it; `fedvitals findings RUN` prints it with the causes, the remedies
+and what would prove it wrong, as listed here. `fedvitals check RUN` examines a stored run again.
 
 *False alarms* are cases raised per 100 healthy rounds of the fault bank's third held-out set. *Exact* issues are
-equality tests: what they say has happened, and there is nothing to be unsure of.
+equality tests: what they report has happened, without uncertainty.
 
-*Severity* follows damage and certainty. Critical: the model is being lost (NaN in it, a loss that runs away, a client
-that is certainly faulty and decides the average alone). Warning: something is wrong. Note: worth knowing, shown on
-request only (`--notes`).
+*Severity* follows damage and certainty. Critical: the model is being lost (it contains NaN, its loss runs away, or a
+client that is certainly faulty decides the average alone). Warning: something is wrong. Note: worth knowing, shown only
+on request (`--notes`).
 
-One trouble is one case: different names for what one client does in the same time are alternatives with probabilities,
-and what a lost model explains hangs below the case of the client that lost it. A case is *still there* if it was seen
-when its client last took part.
+Each problem is one case. If several issues could explain what one client does over the same rounds, the case lists them
+as alternatives with probabilities; consequences of a lost model are listed below the case of the client that caused it.
+A case is *still there* if it was seen when its client last took part.
 
 ## What an all-clear says
 
-«No findings» comes with what was looked at: clients, rounds and client-rounds. A client-round is judged if the client's
+«No findings» comes with what was examined: clients, rounds and client-rounds. A client-round is judged if the client's
 update was seen as it was trained, and was compared with those of enough peers. Otherwise it counts in
 `diagnosis.not_judged`, with one of these reasons:
 
 {reasons}
 
-A run is *not fully examined*, and no verb, page or report calls it healthy, if more than {accepted} of its
+A run is *not fully examined*, and no command, page or report calls it healthy, if more than {accepted} of its
 client-rounds or all of the newest {newest} rounds were not judged; if a detector, a sink or a step of the monitor
 failed; if records were lost; or if a client trained outside of any round. `fedvitals findings` and `fedvitals check`
 then exit with 1, as they do for warnings and criticals. Exact rules (NaN, failures, frozen layers) look at every
-client-round all the same.
+client-round regardless.
 
 ## All issues"""
 

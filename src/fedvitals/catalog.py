@@ -44,43 +44,53 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "loss",
         LOSS_UNIT,
-        "Training loss: what the user logged, else `fit.loss_after`; in the task's own unit (cross-entropy: nats).",
+        "Training loss: the value logged by the user, else `fit.loss_after`; in the task's unit (cross-entropy: nats).",
         needs="`monitor.log(loss=...)`, or " + LABELLED,
     ),
     Measure(
         "accuracy",
         "share",
-        "What the user logged: of a client inside its scope, else of the global model.",
+        "Accuracy that the user logged: a client's inside its scope, else the global model's.",
         needs="`monitor.log(accuracy=...)`",
     ),
     Measure(
-        "initial.accuracy", "share", "Of the model before the first round.", needs="a host that evaluates it", rare=True
+        "initial.accuracy",
+        "share",
+        "Accuracy of the model before the first round.",
+        needs="a host that evaluates it",
+        rare=True,
     ),
     Measure(
-        "initial.loss", LOSS_UNIT, "Of the model before the first round.", needs="a host that evaluates it", rare=True
+        "initial.loss",
+        LOSS_UNIT,
+        "Loss of the model before the first round.",
+        needs="a host that evaluates it",
+        rare=True,
     ),
     Measure(
         "local.accuracy",
         "share",
-        "Of the new global model on the client's local test; of a round: over all clients' tests («aggregated»).",
+        "Accuracy of the new global model on the client's local test set; of a round: over all («aggregated»).",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
     ),
     Measure(
         "local.loss",
         LOSS_UNIT,
-        "The same for the loss.",
+        "Loss of the new global model on the same test sets.",
         "mean over the samples",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
     ),
     Measure("absolute_error", "units of the target", "Mean absolute error of the global model.", needs="the lab"),
-    Measure("local.absolute_error", "units of the target", "The same on the clients' local tests.", needs="the lab"),
-    Measure("attack.success", "share", "Test samples with a backdoor's trigger taken for its target.", needs="the lab"),
+    Measure("local.absolute_error", "units of the target", "The same on clients' local test sets.", needs="the lab"),
+    Measure(
+        "attack.success", "share", "Test samples with a backdoor's trigger classified as its target.", needs="the lab"
+    ),
     Measure("samples", "samples", "Size of the client's own data set.", needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure(
         "steps.skipped",
         "steps",
-        "Steps that a GradScaler left out because a gradient was not finite.",
+        "Steps that a GradScaler skipped because a gradient was not finite.",
         level=0,
         rare=True,
     ),
@@ -90,42 +100,46 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "gradient.norm",
         "1",
-        "Mean over the steps of the gradient's L2 norm, all layers, as the optimiser uses it.",
+        "L2 norm of the gradient over all layers, as the optimiser uses it; mean over the steps.",
         "mean_s ‖g_s‖₂",
         needs=_MODEL,
     ),
     Measure(
         "gradient.norm_max",
         "1",
-        "Largest step norm of the client-round; `step` says where.",
+        "Largest gradient norm of any step in the client-round; `step` says which.",
         "max_s ‖g_s‖₂",
         needs=_MODEL,
     ),
-    Measure("gradient.norm_last", "1", "Norm at the last step.", needs=_MODEL),
+    Measure("gradient.norm_last", "1", "Gradient norm at the last step.", needs=_MODEL),
     Measure(
         "gradient.norm_unclipped",
         "1",
-        "Largest step norm before the user's clipping; absent without clipping.",
+        "Largest gradient norm of a step before the user's clipping; absent without clipping.",
         needs="gradients that are changed between backward and step",
         rare=True,
     ),
     Measure(
         "gradient.change",
         "1",
-        "Largest relative change of the norm from one step to the next.",
+        "Largest relative change of the gradient norm from one step to the next.",
         "max_s |‖g_s‖ − ‖g_{s−1}‖| / ‖g_{s−1}‖",
         needs=_MODEL,
     ),
     Measure(
         "gradient.change_round",
         "1",
-        "Relative change of the mean norm against this client's previous round.",
+        "Relative change of the mean gradient norm since this client's previous round.",
         needs="a second round of the same client",
     ),
-    Measure("gradient.nonfinite", "values", "NaN and Inf in the gradients of all steps.", needs=_MODEL),
+    Measure("gradient.nonfinite", "values", "NaN and Inf values in the gradients of all steps.", needs=_MODEL),
     Measure("weight.norm", "1", "L2 norm of all weights after training.", "‖w‖₂", needs=_MODEL),
     Measure(
-        "weight.drift", "1", "Distance that the weights moved since the round's start.", "‖w − w_start‖₂", needs=_MODEL
+        "weight.drift",
+        "1",
+        "Distance of the weights from those at the start of the round.",
+        "‖w − w_start‖₂",
+        needs=_MODEL,
     ),
     Measure(
         "weight.drift_init",
@@ -142,32 +156,35 @@ MEASURES: tuple[Measure, ...] = (
         needs=_MODEL,
     ),
     Measure(
-        "weight.difference_absolute", "1", "The weights' change, in magnitudes.", "Σ |w_after − w_before|", needs=_MODEL
+        "weight.difference_absolute", "1", "Sum of the absolute weight changes.", "Σ |w_after − w_before|", needs=_MODEL
     ),
     Measure(
         "weight.update_ratio",
         "1",
-        "Size of the change against the size of the weights.",
+        "Size of the change relative to the size of the weights.",
         "‖w − w_start‖₂ / ‖w_start‖₂",
         needs=_MODEL,
     ),
-    Measure("weight.nonfinite", "values", "NaN and Inf in the weights after training.", needs=_MODEL),
+    Measure("weight.nonfinite", "values", "NaN and Inf values in the weights after training.", needs=_MODEL),
     Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", needs=_UPDATE),
     Measure(
         "update.cosine_mean",
         "1",
-        "Cosine of the update to the mean of all *other* clients' updates.",
+        "Cosine between the update and the mean of all *other* clients' updates.",
         "cos(d_i, Σ_{j≠i} d_j)",
         needs="at least two clients in the round",
     ),
     Measure(
-        "update.cosine_previous", "1", "Cosine to this client's previous update.", needs="a second round of the client"
+        "update.cosine_previous",
+        "1",
+        "Cosine between the update and this client's previous one.",
+        needs="a second round of the client",
     ),
     Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", needs=_UPDATE, rare=True),
     Measure(
         "update.nonfinite",
         "values",
-        "NaN and Inf in the update, counted by whoever holds it; absent if none.",
+        "NaN and Inf values in the update, counted by whoever holds it; absent if none.",
         needs=_UPDATE,
         rare=True,
     ),
@@ -181,16 +198,16 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.inputs_alike",
         "1",
-        "Largest cosine of the client's input profile to another client's: which inputs of the first dense layer its "
-        "updates move more or less than the median client's, averaged over its rounds. Clients that train in the same "
-        "trigger are near 1.",
+        "Largest cosine between the client's input profile and another client's. The profile says which inputs of the "
+        "first dense layer its updates move more or less than the median client's, averaged over its rounds. Clients "
+        "that train the same trigger are near 1.",
         "max_{j≠i} cos(Σ 0.8ᵃ p_i/‖p_i‖, Σ 0.8ᵃ p_j/‖p_j‖), p = log(q + 1/n) − median, q_k = Σ_r d_rk² / Σ d²",
         needs="four clients in the round, and a dense layer of 32 inputs or more",
     ),
     Measure(
         "update.inputs_apart",
         "1",
-        "How far the updates single out few inputs of the first dense layer: the mean of the largest 1 % of the "
+        "How strongly the updates single out a few inputs of the first dense layer: the mean of the largest 1 % of the "
         "client's input profile. At 1.4, these inputs move four times as much as in the median client's updates.",
         "mean of the largest 1 % of Σ 0.8ᵃ p_i / Σ 0.8ᵃ",
         needs="four clients in the round, and a dense layer of 32 inputs or more",
@@ -198,40 +215,40 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.differs",
         "share",
-        "How far what arrived is from what the client says that it sent: the largest difference between the nine sums "
-        "of a layer, as a share of its size, up to 1; absent where they agree and have the same layers.",
-        needs="updates that the host hands over, and clients that tell of theirs",
+        "How far the received update is from the one that the client says it sent: the largest difference between the "
+        "nine sums of a layer, as a share of its size, up to 1; absent if they agree and have the same layers.",
+        needs="updates that the host passes on, and clients that report theirs",
         rare=True,
     ),
     Measure(
         "update.factor",
         "1",
-        "What the received update is of the one that the client says it trained, where the sums of every layer agree "
-        "on one number: −1 negated, 10 ten times as long; absent where the two are equal, or nothing of the kind.",
+        "Factor between the received update and the one that the client says it trained, if the sums of every layer "
+        "agree on one: −1 means negated, 10 ten times as long; absent if the two are equal or no one factor fits.",
         "d = k · d_trained",
-        needs="updates that the host hands over, and clients that tell of theirs",
+        needs="updates that the host passes on, and clients that report theirs",
         rare=True,
     ),
     Measure(
         "update.base_age",
         "rounds",
-        "How many rounds ago the global model had the weights that the received update was added to, where the sums of "
-        "every layer agree on it; absent where that is the present model, or unknown.",
+        "How many rounds ago the global model had the weights that the received update was added to, if the sums of "
+        "every layer agree on it; absent if that is the current model, or unknown.",
         "d = d_trained + w(n rounds ago) − w(now)",
-        needs="updates that the host hands over, and clients that tell of theirs",
+        needs="updates that the host passes on, and clients that report theirs",
         rare=True,
     ),
     Measure(
         "update.samples",
         "samples",
-        "How many samples the client says it trained on, as the aggregation weighs it.",
+        "How many samples the client says it trained on, as used to weight its update.",
         needs="the lab, or `monitor.log`",
         rare=True,
     ),
     Measure(
         "privacy.epsilon",
         "1",
-        "Privacy spent so far, at the experiment's δ: of all that the client has sent; of a round: the run's largest.",
+        "Privacy budget spent so far, at the experiment's δ: by all the client sent; of a round: the run's largest.",
         level=0,
         needs="the lab, with `privacy`",
         rare=True,
@@ -239,12 +256,12 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "scale.gsc",
         "1",
-        "Gradient scale coefficient as the paper's figures have it: grows with the square of the gain.",
+        "Gradient scale coefficient as in the paper's figures; it grows with the square of the gain.",
         "mean over samples of (1/√n)·‖J‖_F·‖logits‖ / ‖input‖",
         needs=_INPUTS,
     ),
     Measure("scale.gsc_median", "1", "Gradient scale, median over the samples.", needs=_INPUTS),
-    Measure("scale.gsc_spread", "1", "Gradient scale, standard deviation over samples.", needs=_INPUTS),
+    Measure("scale.gsc_spread", "1", "Gradient scale, standard deviation over the samples.", needs=_INPUTS),
     Measure("scale.gsc_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
     Measure(
         "scale.sensitivity",
@@ -254,10 +271,10 @@ MEASURES: tuple[Measure, ...] = (
         needs=_INPUTS,
     ),
     Measure("scale.sensitivity_median", "1", "Sensitivity, median over the samples.", needs=_INPUTS),
-    Measure("scale.sensitivity_spread", "1", "Sensitivity, standard deviation over samples.", needs=_INPUTS),
+    Measure("scale.sensitivity_spread", "1", "Sensitivity, standard deviation over the samples.", needs=_INPUTS),
     Measure("scale.sensitivity_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
     Measure(
-        "scale.zero_samples", "samples", "Samples whose output does not answer to the input at all.", needs=_INPUTS
+        "scale.zero_samples", "samples", "Samples whose output does not depend on the input at all.", needs=_INPUTS
     ),
     Measure(
         "scale.nonfinite_samples", "samples", "Samples whose value is NaN or Inf; left out of the mean.", needs=_INPUTS
@@ -265,15 +282,15 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "scale.images",
         "samples",
-        "Samples behind the `scale.*` values. In `standard` a client is due once in each 4 rounds or oftener, by the "
-        "work of the training; `fedvitals show` counts.",
+        "Samples behind the `scale.*` values. In `standard` a client is due once every 4 rounds or more often, "
+        "depending on the training's work; `fedvitals show` counts.",
         needs=_INPUTS,
     ),
-    Measure("scale.from_batch", "0/1", "1 if they are of the last training batch, for want of `data`.", rare=True),
+    Measure("scale.from_batch", "0/1", "1 if they are of the last training batch, for lack of `data`.", rare=True),
     Measure(
         "nonlinearity.nlc",
         "1",
-        "Nonlinearity coefficient: 1 for a linear map, about 1 to 3 at a good start.",
+        "Nonlinearity coefficient: 1 for a linear map, about 1 to 3 at a good initialisation.",
         "√(E‖J·δ‖² / tr Cov_f), δ ~ Cov_x",
         needs="`deep`, and " + _INPUTS,
     ),
@@ -285,7 +302,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.staleness",
         "rounds",
-        "How many server models ago the client began, where aggregation is asynchronous.",
+        "How many server models ago the client started, if aggregation is asynchronous.",
         level=0,
         needs="the lab, or `monitor.log`",
         rare=True,
@@ -309,7 +326,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "time.clock_error",
         "seconds",
-        "By how much the client's clock is wrong at least: what no delay on the way explains; absent if nothing.",
+        "Least error of the client's clock: the part that no network delay explains; absent if there is none.",
         "sign(θ)·(|θ| − δ/2), NTP's offset θ and round trip δ",
         level=0,
         needs="the lab, with a network",
@@ -318,87 +335,93 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "time.client_virtual",
         "seconds",
-        "The client's whole way on the lab's virtual clock: queue, download, data, training, upload.",
+        "The client's total time on the lab's virtual clock: queue, download, data, training, upload.",
         level=0,
         needs="the lab, with a network",
         rare=True,
     ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
-    Measure("time.client_evaluate", "seconds", "That the client's evaluation took.", level=0, needs=_FLOWER, rare=True),
-    Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
-    Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
-    Measure("time.start", "seconds", "That its process took to start.", level=0, needs=_FLOWER, rare=True),
+    Measure("time.client_evaluate", "seconds", "Time of the client's evaluation.", level=0, needs=_FLOWER, rare=True),
+    Measure("time.download", "seconds", "Time until the model had arrived.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.queue", "seconds", "Time spent waiting for its turn.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.start", "seconds", "Time its process took to start.", level=0, needs=_FLOWER, rare=True),
+    Measure("time.cpu", "seconds", "Processor time that the client's handler took.", level=0, needs=_FLOWER, rare=True),
     Measure(
-        "time.cpu", "seconds", "Of a processor, that the client's handler took.", level=0, needs=_FLOWER, rare=True
+        "time.reply", "seconds", "Time until the server had the client's reply.", level=0, needs=_FLOWER, rare=True
     ),
-    Measure("time.reply", "seconds", "Until its answer was in the server's hands.", level=0, needs=_FLOWER, rare=True),
     Measure(
         "time.worked",
         "share",
-        "Of the round: in which a client's handler ran, or the server aggregated or evaluated. The rest was waiting.",
+        "Share of the round in which a client's handler ran, or the server aggregated or evaluated; the rest: waiting.",
         level=0,
         needs=_FLOWER,
         rare=True,
     ),
-    Measure("time.data", "seconds", "That the client loaded data.", level=0, needs=_JOURNEY, rare=True),
-    Measure("time.upload", "seconds", "Until the client's update had arrived.", level=0, needs=_JOURNEY, rare=True),
-    Measure("time.wait", "seconds", "From there to the end of the round.", level=0, needs=_JOURNEY, rare=True),
-    Measure("time.aggregate", "seconds", "Aggregation at the server.", level=0, needs=_PARTS, rare=True),
-    Measure("time.evaluate", "seconds", "Evaluation at the server.", level=0, needs=_PARTS, rare=True),
+    Measure("time.data", "seconds", "Time spent loading data.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.upload", "seconds", "Time until the update had arrived.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.wait", "seconds", "Time from then to the end of the round.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.aggregate", "seconds", "Time of the aggregation at the server.", level=0, needs=_PARTS, rare=True),
+    Measure("time.evaluate", "seconds", "Time of the evaluation at the server.", level=0, needs=_PARTS, rare=True),
     Measure("throughput.samples", "samples/s", "Samples that the client trained on, per second of training.", level=2),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
-    Measure("time.critical", "seconds", "Until the client that the round waited for was done.", **_BOTTLENECK),
-    Measure("bottleneck.compute", "share", "Of the round, computing on its critical path.", **_BOTTLENECK),
-    Measure("bottleneck.data_loading", "share", "Of the round, loading data on its critical path.", **_BOTTLENECK),
+    Measure("time.critical", "seconds", "Time until the client that the round waited for was done.", **_BOTTLENECK),
+    Measure("bottleneck.compute", "share", "Share of the round: computing on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.data_loading", "share", "Share of the round: loading on its critical path.", **_BOTTLENECK),
     Measure(
-        "bottleneck.download", "share", "Of the round, the model's way to clients on its critical path.", **_BOTTLENECK
+        "bottleneck.download", "share", "Share of the round: sending the model on its critical path.", **_BOTTLENECK
     ),
-    Measure("bottleneck.upload", "share", "Of the round, the updates' way back on its critical path.", **_BOTTLENECK),
-    Measure("bottleneck.aggregation", "share", "Of the round, aggregating on its critical path.", **_BOTTLENECK),
-    Measure("bottleneck.server", "share", "Of the round, the server's other work on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.upload", "share", "Share of the round: sending updates on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.aggregation", "share", "Share of the round: aggregating on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.server", "share", "Share of the round: other server work on its critical path.", **_BOTTLENECK),
     Measure(
-        "bottleneck.straggler", "share", "Saved if the round waited for nine tenths of the clients.", **_BOTTLENECK
+        "bottleneck.straggler", "share", "Share saved by waiting for only nine tenths of the clients.", **_BOTTLENECK
     ),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
     Measure("memory.peak", "bytes", "Largest resident memory of the process so far.", level=0),
-    Measure("memory.growth", "bytes", "By how much the process grew while this client alone trained in it.", **_SHARES),
+    Measure("memory.growth", "bytes", "Growth of the process while only this client trained in it.", **_SHARES),
     Measure(
-        "memory.kept", "bytes", "Heap in use at its end less at its begin; only where a leak is suspected.", **_SHARES
+        "memory.kept",
+        "bytes",
+        "Heap in use at its end minus that at its start; only if a leak is suspected.",
+        **_SHARES,
     ),
     Measure("memory.model", "bytes", "The model's parameters; as in all these, each storage once.", **_SHARES),
     Measure("memory.buffers", "bytes", "The model's buffers.", **_SHARES),
     Measure("memory.gradients", "bytes", "The parameters' gradients.", **_SHARES),
     Measure("memory.optimizer", "bytes", "The state of the optimisers that stepped.", **_SHARES),
-    Measure("memory.activations", "bytes", "What autograd holds as the backward pass begins, and outputs.", **_SHARES),
-    Measure("memory.batch", "samples", "Samples in the client's first batch, on which it was measured.", **_SHARES),
+    Measure("memory.activations", "bytes", "What autograd holds when backward begins, and outputs.", **_SHARES),
+    Measure("memory.batch", "samples", "Samples in the client's first batch, on which memory was measured.", **_SHARES),
     Measure("memory.telemetry", "bytes", "What fedvitals holds: copies of weights, updates to compare.", **_SHARES),
-    Measure("memory.tensors", "bytes", "The sum of these: a step's peak, as predicted.", **_SHARES),
-    Measure("memory.limit", "bytes", "What there is: of the GPU, the container or the machine.", **_SHARES),
-    Measure("memory.cuda_allocated", "bytes", "Peak of tensors on CUDA, reset as a client begins.", **_SHARES),
-    Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_SHARES),
-    Measure("machine.cpu", "percent", "Work of all processors together, of the server's machine.", **_MACHINE),
-    Measure("machine.memory", "bytes", "Memory that is not available there.", **_MACHINE),
-    Measure("machine.memory_free", "bytes", "Memory that is available there.", **_MACHINE),
-    Measure("machine.disk_read", "bytes/s", "Read from disks there.", **_MACHINE),
-    Measure("machine.disk_written", "bytes/s", "Written to disks there.", **_MACHINE),
-    Measure("machine.sent", "bytes/s", "Sent over the network there, by all programs.", **_MACHINE),
-    Measure("machine.received", "bytes/s", "Received over the network there.", **_MACHINE),
-    Measure("machine.oom_kills", "processes", "Killed there for want of memory; absent if none.", **_MACHINE),
-    Measure("process.cpu", "percent", "Work of this process, of one core.", **_MACHINE),
+    Measure("memory.tensors", "bytes", "The sum of these: the predicted peak of a step.", **_SHARES),
+    Measure("memory.limit", "bytes", "Total memory of the GPU, the container or the machine.", **_SHARES),
+    Measure("memory.cuda_allocated", "bytes", "Peak memory of tensors on CUDA; reset when a client begins.", **_SHARES),
+    Measure("memory.cuda_reserved", "bytes", "Peak memory that torch reserved there, in use or not.", **_SHARES),
+    Measure("machine.cpu", "percent", "Use of all processors together, on the server's machine.", **_MACHINE),
+    Measure("machine.memory", "bytes", "Memory not available on that machine.", **_MACHINE),
+    Measure("machine.memory_free", "bytes", "Memory available on that machine.", **_MACHINE),
+    Measure("machine.disk_read", "bytes/s", "Read from that machine's disks.", **_MACHINE),
+    Measure("machine.disk_written", "bytes/s", "Written to that machine's disks.", **_MACHINE),
+    Measure("machine.sent", "bytes/s", "Sent over that machine's network, by all programs.", **_MACHINE),
+    Measure("machine.received", "bytes/s", "Received over that machine's network.", **_MACHINE),
+    Measure("machine.oom_kills", "processes", "Killed on that machine for lack of memory; absent if none.", **_MACHINE),
+    Measure("process.cpu", "percent", "Processor use of this process, as a share of one core.", **_MACHINE),
     Measure("process.resident", "bytes", "Resident memory of this process.", **_MACHINE),
-    Measure("gpu.utilisation", "percent", "Share of time in which the GPUs computed, their mean.", **_MACHINE),
+    Measure("gpu.utilisation", "percent", "Share of time in which the GPUs computed; mean over the GPUs.", **_MACHINE),
     Measure("gpu.memory", "bytes", "Memory in use on all GPUs, by all programs.", **_MACHINE),
     Measure("traffic.sent", "bytes", "Bytes that the node sent in this round.", level=0, needs="`monitor.transfer`"),
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
-    Measure(ALIVE, "signs", "1, every ten seconds while the process of the run lives.", level=0),
-    Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
-    Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors looked at.", level=0),
-    Measure("diagnosis.not_judged", "share", "Of these, those that could not be judged.", level=0),
+    Measure(ALIVE, "signs", "1, every ten seconds while the run's process is alive.", level=0),
+    Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were omitted.", level=0),
+    Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors examined.", level=0),
+    Measure("diagnosis.not_judged", "share", "Share of these that could not be judged.", level=0),
     *(
         Measure(
-            f"diagnosis.not_judged.{rule}", "client-rounds", "Those for this reason (docs/issues.md).", **_NOT_JUDGED
+            f"diagnosis.not_judged.{rule}",
+            "client-rounds",
+            "Those not judged for this reason (docs/issues.md).",
+            **_NOT_JUDGED,
         )
         for rule in _REASONS
     ),
@@ -419,8 +442,8 @@ LEVELS = (
     "timings, bytes, counts, liveness, error class",
     "also sums over a cohort of at least k clients (default 10)",
     "also per-client scalars: loss, norms, gradient scale, sample count; how data changed, and by how much",
-    "also per-layer statistics, histograms, sketches, label histogram; tracebacks by a switch of their own",
-    "tensors on the tape, kept on the site where they were made",
+    "also per-layer statistics, histograms, sketches, label histogram; tracebacks have a switch of their own",
+    "tensors on the tape, kept at the site where they were made",
 )
 
 

@@ -57,8 +57,8 @@ def _where(meaning: str) -> tuple[Column, ...]:
 
 
 _IDENTITY = (
-    Column("source", "symbol", "Who made the record; with `sequence` and `run` its identity."),
-    Column("sequence", "integer", "The how-manieth record of its source."),
+    Column("source", "symbol", "What made the record; with `sequence` and `run`, its identity."),
+    Column("sequence", "integer", "Running number of the record within its source."),
 )
 
 
@@ -87,8 +87,8 @@ def _records(
 TABLES: tuple[Table, ...] = (
     Table(
         "symbol",
-        "Every name, once: runs, nodes, layers, metrics. The other tables hold its number.",
-        (Column("id", "integer", "The number, from 1 up."), Column("text", "text", "The name.")),
+        "Every name (run, node, layer, metric), stored once. The other tables hold its number.",
+        (Column("id", "integer", "The number, counting from 1."), Column("text", "text", "The name.")),
         key=("id",),
         indexes=(("text",),),
     ),
@@ -97,13 +97,13 @@ TABLES: tuple[Table, ...] = (
         "One training, from its first event to its last.",
         (
             Column("id", "symbol", "Id of the run."),
-            Column("name", "text", "What the user called it; several runs may share a name."),
-            Column("host", "text", "Who trains: torch, lab, flower."),
-            Column("topology", "text", "Shape of the federation, where the host knows it.", null=True),
+            Column("name", "text", "Name given by the user; several runs may share it."),
+            Column("host", "text", "What runs the training: torch, lab, flower."),
+            Column("topology", "text", "Shape of the federation, if the host knows it.", null=True),
             Column("config", "json", "Settings of the training."),
-            Column("seed", "integer", "Seed of the training, where there is one.", null=True),
-            Column("started", "real", "First moment, in seconds since the epoch.", null=True),
-            Column("finished", "real", "Last moment; NULL: still running, or killed.", null=True),
+            Column("seed", "integer", "Seed of the training, if there is one.", null=True),
+            Column("started", "real", "Start of the run, in seconds since the epoch.", null=True),
+            Column("finished", "real", "End of the run; NULL: still running, or killed.", null=True),
             Column("versions", "json", "Versions of the packages in use."),
             Column("tables", "json", "Digests of the layer tables (`layers`)."),
             *_IDENTITY,
@@ -114,9 +114,9 @@ TABLES: tuple[Table, ...] = (
     _records(
         "metric",
         "metrics",
-        "One scalar each; docs/metrics.md says what the names mean.",
+        "One scalar per row; docs/metrics.md says what the names mean.",
         Column("name", "symbol", "Name of the metric."),
-        Column("value", "real", "The value; NULL stands for NaN (a metric that is absent has no row).", null=True),
+        Column("value", "real", "The value; NULL stands for NaN (an absent metric has no row).", null=True),
         at="it was measured",
         # Covering, and in order of arrival within each name: one round, one node's history and one metric over all
         # nodes are all short walks, and it costs a tenth of the insert rate (node before round costs two thirds).
@@ -127,7 +127,7 @@ TABLES: tuple[Table, ...] = (
         "events",
         "Something that happened: a log line, a drop-out, an exception, records lost.",
         Column("level", "symbol", "debug, info, warning, error or critical."),
-        Column("name", "symbol", "What kind of event."),
+        Column("name", "symbol", "Kind of event."),
         Column("message", "text", "One sentence for people."),
         Column("data", "json", "Details."),
         at="it happened",
@@ -138,7 +138,7 @@ TABLES: tuple[Table, ...] = (
         "spans",
         "How long something took; the ids are those of W3C trace context.",
         Column("name", "symbol", "What was timed."),
-        Column("seconds", "real", "Its length.", null=True),
+        Column("seconds", "real", "Its duration.", null=True),
         Column("trace", "text", "Trace id."),
         Column("id", "text", "Span id."),
         Column("parent", "text", "Span id of the span around it.", null=True),
@@ -153,25 +153,25 @@ TABLES: tuple[Table, ...] = (
         Column("receiver", "symbol", "Node that received."),
         Column("bytes", "integer", "Bytes on the wire."),
         Column("raw_bytes", "integer", "Their size before compression."),
-        Column("seconds", "real", "How long it took, where known.", null=True),
+        Column("seconds", "real", "How long it took, if known.", null=True),
         Column("kind", "symbol", "model, update or telemetry."),
         at="it happened",
     ),
     _records(
         "sketch",
         "sketches",
-        "A random projection of an update: angles and distances survive it.",
+        "A random projection of an update that preserves angles and distances approximately.",
         Column("values", "blob", "The numbers, float32, little endian."),
         Column("digest", "text", "Digest of the update itself: equal digests are equal updates."),
-        Column("version", "integer", "Version of the projection: only equal ones compare.", since=4, default=1),
+        Column("version", "integer", "Version of the projection: only equal versions compare.", since=4, default=1),
     ),
     _records(
         "finding",
         "findings",
-        "What a detector says.",
+        "What a detector reports.",
         Column("issue", "symbol", "Code of the issue."),
         Column("severity", "symbol", "note, warning or critical."),
-        Column("confidence", "real", "How sure, from 0 to 1.", null=True),
+        Column("confidence", "real", "Confidence, from 0 to 1.", null=True),
         Column("message", "text", "One sentence for people."),
         Column("evidence", "json", "The numbers behind it."),
         Column("suspects", "json", 'Who is suspected: `[{"node", "score", "reason"}, ...]`.'),
@@ -180,23 +180,23 @@ TABLES: tuple[Table, ...] = (
         "action",
         "actions",
         "What a correction proposes, and what became of it.",
-        Column("finding", "text", "The finding that it answers."),
+        Column("finding", "text", "The finding that it responds to."),
         Column("kind", "symbol", "What to do."),
-        Column("target", "symbol", "With which node or layer.", null=True),
-        Column("arguments", "json", "How."),
+        Column("target", "symbol", "Node or layer that it applies to.", null=True),
+        Column("arguments", "json", "Arguments of the action."),
         Column("status", "symbol", "suggested, trial, applied, undone or refused."),
     ),
     _records(
         "snapshot",
         "snapshots",
-        "A tensor state on the replay tape, named by its content.",
+        "A tensor state on the replay tape, identified by its content.",
         Column("kind", "symbol", "global, update, optimizer or rng."),
         Column("digest", "text", "Digest of the content."),
         Column("bytes", "integer", "Its size."),
     ),
     Table(
         "layer_table",
-        "Lists of layers that statistics speak about; stored once for all runs that share them.",
+        "Lists of layers that statistics refer to; stored once for all runs that share them.",
         (
             Column("id", "symbol", "Digest of the list."),
             Column("rows", "text", "What the layers are: parameter, buffer or module."),
@@ -208,7 +208,7 @@ TABLES: tuple[Table, ...] = (
         "The layers of each list, first to last.",
         (
             Column("layer_table", "symbol", "Digest of the list."),
-            Column("position", "integer", "Place in the list, from 0."),
+            Column("position", "integer", "Position in the list, from 0."),
             Column("name", "symbol", "Name of the layer."),
             Column("shape", "json", "Shape of the tensor."),
             Column("dtype", "text", "Type of its elements."),
@@ -219,8 +219,8 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "layer_block",
-        "Layer statistics, packed: which matrices (the *entries*) one block of numbers holds. Blocks arrive one a "
-        "batch and round; older rounds are compacted into larger blocks, which changes no answer.",
+        "Layer statistics, packed: which matrices (the *entries*) one block of numbers holds. One block "
+        "arrives per batch and round; older rounds are compacted into larger blocks, which changes no query result.",
         (
             Column("arrival", "key", "Order of arrival in this store."),
             Column("run", "symbol", "Id of the run."),
@@ -228,17 +228,17 @@ TABLES: tuple[Table, ...] = (
             Column("layer_table", "symbol", "Digest of the list of layers."),
             Column("layers", "integer", "How many layers."),
             Column("entries", "integer", "How many matrices."),
-            Column("first_round", "integer", "Smallest round among them; NULL: one has no round.", null=True),
-            Column("last_round", "integer", "Largest round among them; NULL: one has no round.", null=True),
+            Column("first_round", "integer", "Smallest round among them; NULL: an entry has no round.", null=True),
+            Column("last_round", "integer", "Largest round among them; NULL: an entry has no round.", null=True),
             Column(
                 "coordinates",
                 "blob",
-                "Of each entry: round int64, at float64, node int32 (three arrays); since version 5, CRC-32 behind it.",
+                "Of each entry: round int64, at float64, node int32 (three arrays); since version 5, then a CRC-32.",
             ),
             Column(
                 "details",
                 "blob",
-                "Step, sequence int64; layer, group, source int32 (five arrays); since version 5, CRC-32 behind it.",
+                "Step, sequence int64; layer, group, source int32 (five arrays); since version 5, then a CRC-32.",
             ),
             Column(
                 "whole",
@@ -261,7 +261,7 @@ TABLES: tuple[Table, ...] = (
             Column(
                 "numbers",
                 "blob",
-                "The numbers; the nine sums as `fedvitals.stats.pack` makes them. Since version 5, CRC-32 behind them.",
+                "The numbers; the nine sums as `fedvitals.stats.pack` makes them. Since version 5, a CRC-32 follows.",
             ),
         ),
         key=("block", "layer"),
@@ -285,7 +285,7 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "delivered",
-        "Which records of a source are here, as closed intervals of their sequence: delivered twice, stored once.",
+        "Which records of a source are stored, as closed intervals of their sequence: delivered twice, stored once.",
         (
             Column("run", "symbol", "Id of the run."),
             Column("source", "symbol", "Who made the records."),
@@ -297,9 +297,9 @@ TABLES: tuple[Table, ...] = (
     _records(
         "truth",
         "truths",
-        "What a lab made ill on purpose: for trials only, which compare findings with it. No detector is given it.",
+        "Faults that a lab injected on purpose, for trials that compare findings with them. No detector sees them.",
         Column("kind", "symbol", "Which fault."),
-        Column("nodes", "json", "Names of the nodes that it struck."),
+        Column("nodes", "json", "Names of the affected nodes."),
         Column("since", "integer", "First round."),
         Column("until", "integer", "Last round; NULL: to the end of the run.", null=True),
         Column("data", "json", "Family, issue and strength."),
@@ -308,12 +308,12 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "mark",
-        "What people say of a run: tags, and findings that they have acknowledged or muted.",
+        "What people note about a run: tags, and findings that they have acknowledged or muted.",
         (
             Column("run", "symbol", "Id of the run."),
             Column("kind", "text", "tag, acknowledged or muted."),
             Column("target", "text", "The tag, or the key of the case in the dashboard."),
-            Column("value", "text", "A word on it: why it was muted."),
+            Column("value", "text", "A comment, such as why it was muted."),
             Column("at", "real", "When it was set, in seconds since the epoch.", null=True),
         ),
         key=("run", "kind", "target"),
