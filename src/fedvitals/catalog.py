@@ -54,19 +54,9 @@ MEASURES: tuple[Measure, ...] = (
         needs="`monitor.log(accuracy=...)`",
     ),
     Measure(
-        "initial.accuracy",
-        "share",
-        "Accuracy of the model before the first round.",
-        needs="a host that evaluates it",
-        rare=True,
+        "initial.accuracy", "share", "Accuracy before the first round.", needs="a host that evaluates it", rare=True
     ),
-    Measure(
-        "initial.loss",
-        LOSS_UNIT,
-        "Loss of the model before the first round.",
-        needs="a host that evaluates it",
-        rare=True,
-    ),
+    Measure("initial.loss", LOSS_UNIT, "Loss before the first round.", needs="a host that evaluates it", rare=True),
     Measure(
         "local.accuracy",
         "share",
@@ -134,13 +124,7 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("gradient.nonfinite", "values", "NaN and Inf values in the gradients of all steps.", needs=_MODEL),
     Measure("weight.norm", "1", "L2 norm of all weights after training.", "‖w‖₂", needs=_MODEL),
-    Measure(
-        "weight.drift",
-        "1",
-        "Distance of the weights from those at the start of the round.",
-        "‖w − w_start‖₂",
-        needs=_MODEL,
-    ),
+    Measure("weight.drift", "1", "Distance from the weights at the round's start.", "‖w − w_start‖₂", needs=_MODEL),
     Measure(
         "weight.drift_init",
         "1",
@@ -177,7 +161,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.cosine_previous",
         "1",
-        "Cosine between the update and this client's previous one.",
+        "Cosine with this client's previous update.",
         needs="a second round of the client",
     ),
     Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", needs=_UPDATE, rare=True),
