@@ -67,7 +67,7 @@ def test_says_what_changed_in_words(client):
     assert found["words"][0].startswith("B (faster) against A (plain): accuracy 20 points lower (chance not ruled out")
     assert found["words"][0].endswith("1 finding more.")
     assert any(word.startswith("Settings that differ:") and "local.lr 0.1 → 0.2" in word for word in found["costs"])
-    assert found["chance"].startswith("One run each: no difference here can be told from chance.")
+    assert found["chance"].startswith("One run each: no difference here can be distinguished from chance.")
     assert "--repeats" not in found["chance"]  # which is the command line's word
 
 

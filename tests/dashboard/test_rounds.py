@@ -364,7 +364,7 @@ def test_the_topology_is_of_the_round_that_is_chosen(site, page):
     page.locator("#topology-round").focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**round=1")
-    page.locator(".said", has_text="Round 1 of rings").wait_for()
+    page.locator(".said", has_text="Round 1. Rings:").wait_for()
     assert judge(page) == []
 
 

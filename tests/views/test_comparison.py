@@ -111,7 +111,7 @@ def test_the_copy_of_the_defaults_is_that_of_the_lab():
 def test_one_run_each_tells_nothing_of_chance(store, capsys):
     found = result(capsys, "compare", "slow", "fast", "--store", store)
     assert [side["runs"] for side in found["sides"]] == [["slow-4"], ["fast-4"]]
-    assert found["confidence"].startswith("One run each: no difference here can be told from chance.")
+    assert found["confidence"].startswith("One run each: no difference here can be distinguished from chance.")
     change_ = rows(found)["accuracy, last"]["changes"][0]
     assert (change_["low"], change_["high"]) == (None, None)
 

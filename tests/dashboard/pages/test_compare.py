@@ -53,7 +53,7 @@ def test_says_what_changed_and_shows_it(home, page):
     assert "B (faster) against A (plain): accuracy 20 points lower" in said
     assert "local.lr 0.1 → 0.2" in said
     assert "A and B diverge at round 0" in said
-    assert "no difference here can be told from chance" in said
+    assert "no difference here can be distinguished from chance" in said
     assert pictures(page) == ["accuracy", "loss", "gsc", "difference.accuracy", "difference.loss", "seconds", "bytes"]
     last = page.locator("table.compared tr", has_text="accuracy, last").inner_text()
     assert re.sub(r"\s+", " ", last) == "learning accuracy, last 90 % 70 % −20 points worse"

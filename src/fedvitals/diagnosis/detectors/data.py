@@ -85,16 +85,18 @@ def _change_in_words(node: Node, change: DataChange) -> str:
             moved = f"{100 * change.moved:.0f} % of its labels"
             return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
         case "label_flip":
-            return (
-                f"{node} labels one class as another: {100 * change.moved:.0f} % of its labels changed, and no inputs"
-            )
+            return f"{node} labels one class as another, and its inputs are the same{_labels_changed(change)}"
         case "input_scale":
             return f"the inputs of {node} are multiplied by {change.moved:.3g}, and its labels are the same"
         case "input_noise":
             return (
                 f"the inputs of {node} are noisier ({change.moved:.3g} times their spread before), for the same labels"
             )
-    return f"{node} has other labels for the same inputs, and of more than one class"
+    return f"{node} labels the same inputs differently{_labels_changed(change)}, in several classes"
+
+
+def _labels_changed(change: DataChange) -> str:
+    return "" if math.isnan(change.moved) else f": at least {100 * change.moved:.0f} % of its labels changed"
 
 
 def _deviation_in_words(node: Node, kind: str, deviation: DataDeviation | None) -> str:

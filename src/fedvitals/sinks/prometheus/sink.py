@@ -103,7 +103,11 @@ class Prometheus(Sink):
         return None if self._page is None else f"{self._page.url}/metrics"
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Process records. Never raises, so that nothing is counted twice."""
+        """Process records. Never raises, so that nothing is counted twice.
+
+        Args:
+            records: The records that the monitor has produced since the last call.
+        """
         with self._lock:
             self._writers.add(threading.get_ident())
             touched: dict[str, RunState] = {}

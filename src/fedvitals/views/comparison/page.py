@@ -421,7 +421,7 @@ def _chance(comparison: Comparison) -> str:
     counts: Sequence[int] = [len(side.runs) for side in comparison.sides]
     if max(counts) == 1:
         return (
-            "One run each: no difference here can be told from chance. Repeat them with other seeds, and take all "
-            "repeats of each into the comparison."
+            "One run each: no difference here can be distinguished from chance. Repeat them with other seeds, and take "
+            "all repeats of each into the comparison."
         )
     return comparison.confidence

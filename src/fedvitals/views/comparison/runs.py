@@ -340,12 +340,15 @@ def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[ComparisonRow
     counts = [len(side) for side in sides]
     if max(counts) == 1:
         return (
-            "One run each: no difference here can be told from chance. Repeat them with other seeds and compare "
-            "again with --repeats."
+            "One run each: no difference here can be distinguished from chance. Repeat them with other seeds, and "
+            "compare again with --repeats."
         )
     if min(counts) == 1:
         alone = ", ".join(letter for letter, n in zip(LETTERS, counts, strict=False) if n == 1)
-        return f"Only one run of {alone}: no difference from it can be told from chance. Repeat it with other seeds."
+        return (
+            f"Only one run of {alone}: no difference from it can be distinguished from chance. Repeat it with other "
+            "seeds."
+        )
     judged = [c for row in rows for c in row.changes if c is not None and c.beyond_chance is not None]
     beyond = sum(bool(c.beyond_chance) for c in judged)
     by_chance = 0.05 * len(judged)
