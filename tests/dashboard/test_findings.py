@@ -196,7 +196,7 @@ def test_one_finding_in_full(asking, store):
 @pytest.mark.parametrize(
     ("issue", "name", "title", "unit"),
     [
-        ("LABEL_NOISE", "labels changed", "labels changed", "share"),
+        ("LABEL_NOISE", "labels changed, at least", "labels changed, at least", "share"),
         ("LABEL_NOISE", "share of wrong labels", "share of wrong labels", "share"),
         ("MISSING_CLASSES", "classes missing", "classes missing", ""),  # no «3 nats», though entropy shows them best
         ("LABEL_NOISE", "fit.accuracy_before", "accuracy before local training", "share"),

@@ -18,7 +18,7 @@ SCREEN = {"width": 1440, "height": 900}
 EXPECTED = {
     "nan": ("PROBLEM", "c5", "The model was lost in round 6", "NaN", "c2 also crashes since round 4",
             "Next step: Go back", "before round 6", "leave c5 out"),
-    "label noise": ("PROBLEM", "c7", "wrong labels", "since round 4", "Next step: Look at the samples",
+    "label noise": ("PROBLEM", "c7", "wrong labels", "since round 4", "Next step: Check the samples",
                     "suspect_samples"),
     "straggler": ("PROBLEM", "c3", "slower than the others", "since round 3", "waited", "of their time", "Next step:",
                   "Speed up the client"),

@@ -89,7 +89,7 @@ NEAREST = {
 }
 
 # Numbers of a finding that are shares; others that were computed on the spot are counts or ratios.
-SHARES = frozenset({"labels changed", "share of wrong labels", "share of units without gradient",
+SHARES = frozenset({"labels changed, at least", "share of wrong labels", "share of units without gradient",
                     "share of the next layer's weights that stand still"})  # fmt: skip
 
 EVENTS = ("client.dropped_out", "update.lost", "update.late")  # findings report how often these happened

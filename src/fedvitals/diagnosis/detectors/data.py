@@ -122,7 +122,7 @@ def _numbers(suspect: DataSuspect) -> list[Number]:
     change, deviation, spread = suspect.change, suspect.deviation, suspect.sketch.spread
     if suspect.kind.startswith("label"):
         if change is not None:
-            return [Number("labels changed", change.moved, 0.0, of="own past")]
+            return [Number("labels changed, at least", change.moved, 0.0, of="own past")]
         wrong = math.nan if deviation is None else deviation.share if suspect.kind == "label_flip" else deviation.rate
         return [Number("share of wrong labels", wrong, 0.0)]
     if suspect.kind == "input_constant":
