@@ -168,6 +168,8 @@ update was seen as it was trained, and was compared with those of enough peers. 
 
 {reasons}
 
+One model that trains alone (`fv.watch`) has nobody to be compared with, and is judged by its own measurements.
+
 A run is *not fully examined*, and no command, page or report calls it healthy, if more than {accepted} of its
 client-rounds or all of the newest {newest} rounds were not judged; if a detector, a sink or a step of the monitor
 failed; if records were lost; or if a client trained outside of any round. `fedvitals findings` and `fedvitals check`

@@ -106,7 +106,7 @@ def test_a_healthy_run_is_zero(store, capsys):
     code, out, _ = run(capsys, "check", "clean", "--store", store)
     assert code == 0
     assert "0 findings, 0 still there" in out
-    assert "Nothing differs from the 0 findings" in out
+    assert "Nothing differs from the store, which has 0 records" in out
     assert run(capsys, "findings", "clean", "--store", store)[0] == 0
 
 

@@ -45,6 +45,19 @@ def test_a_rule_that_is_certain_heads_the_case_of_what_is_only_likely():
     assert case.alternatives == (("LABEL_NOISE", pytest.approx(0.6 / 1.6)),)
 
 
+def test_running_statistics_are_no_cause_where_the_inputs_were_measured():
+    """Inputs times ten make the variances of batch norm wide: whoever reads of FedBN repairs nothing."""
+    wide = seen("BATCH_NORM_STATISTICS", [5, 6], confidence=0.95)
+    measured = seen("INPUT_SCALE", [5, 6], confidence=0.93, more={"views": ["data"]})
+    (case,) = cases([*wide, *measured])
+    assert (case.issue, case.alternatives) == ("INPUT_SCALE", ())
+    (case,) = cases([*wide, *seen("INPUT_SCALE", [5, 6], confidence=0.93, more={"views": ["server"]})])
+    assert case.issue == "BATCH_NORM_STATISTICS"
+    broken = seen("BATCH_NORM_STATISTICS", [5, 6], confidence=1.0)  # NaN, or negative: no inputs do that
+    (case,) = cases([*broken, *measured])
+    assert case.issue == "BATCH_NORM_STATISTICS"
+
+
 def test_the_key_stays_when_another_name_is_supported_better():
     """Marks of people and addresses are kept under it."""
     early = learnt("INPUT_NOISE", [5], [["input_noise", 1.0]])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is found in a plain loop, as the README shows it, where little is told: no data, or no fault that data show."""
 
+import contextlib
 import copy
 
 import pytest
@@ -60,3 +61,26 @@ def federate(path, *, given=True, noise=0.0, negated_since=None):
 )
 def test_who_is_named(tmp_path, told, culprits):
     assert federate(tmp_path / "runs.db", **told) == culprits
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_client_that_raises_before_it_trains_is_no_free_rider(caught):
+    """It sent nothing. Where its exception ends the round, that is one problem, and it has the client's name."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    inputs, labels = torch.randn(6, 16, 4), torch.randint(0, 2, (6, 16))
+    outside = pytest.raises(RuntimeError, match="no disk") if not caught else contextlib.nullcontext()
+    with fv.Monitor(None, run="plain", strict=True) as monitor, outside:
+        for round_index in range(4):
+            with monitor.round(round_index, model):
+                for i in range(6):
+                    local = copy.deepcopy(model)
+                    optimizer = torch.optim.SGD(local.parameters(), 0.1)
+                    inside = contextlib.suppress(RuntimeError) if caught else contextlib.nullcontext()
+                    with inside, monitor.client(f"c{i}", local):
+                        if (round_index, i) == (3, 5):
+                            raise RuntimeError("no disk")
+                        cross_entropy(local(inputs[i]), labels[i]).backward()
+                        optimizer.step()
+    (finding,) = [finding for finding in monitor.findings() if finding.severity != "note"]
+    assert (finding.issue, finding.where.node) == ("CRASH", "c5")
+    assert ("which ended the round" in finding.message, finding.severity == "critical") == (not caught, not caught)

@@ -184,6 +184,13 @@ def test_usual_initialisation_is_fine(name, seed):
     assert check_initialisation(make(name, seed)) == []
 
 
+def test_gpt_2_is_initialised_well():
+    """Its branches end in matrices that start small on purpose, and layer norms restore the scale."""
+    transformers = pytest.importorskip("transformers", reason="the model is one of transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=64)
+    assert check_initialisation(transformers.GPT2LMHeadModel(config)) == []
+
+
 @pytest.mark.parametrize("cell", [nn.GRU(1, 64), nn.LSTM(2, 256, num_layers=2), nn.RNN(1, 128), nn.GRUCell(1, 64)])
 def test_recurrent_cells_with_few_inputs_are_initialised_well_by_torch(cell):
     assert check_initialisation(nn.Sequential(cell)) == []

@@ -12,6 +12,7 @@ from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
 from fedvitals.diagnosis.issues.table import how_sure
+from fedvitals.plural import counted
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
@@ -76,16 +77,16 @@ def command(run: str | None, notes: bool, store: str | None, as_json: bool) -> i
 
 def _print(fresh_cases: list[Case], difference: FindingsDifference, detectors: int, labels: Mapping[str, str]) -> None:
     console = new_console()
-    console.print(f"{case_cards.counted(fresh_cases)}, by {detectors} detectors, looking again\n")
+    console.print(f"Examined again by {detectors} detectors: {case_cards.counted(fresh_cases)}\n")
     case_cards.print_list(console, fresh_cases, ROWS, labels)
     if fresh_cases:
         console.print()
     if difference.own:
         console.print(f"{difference.own} stored findings are by detectors of your own, and were left aside.")
     if not difference:
-        console.print(f"Nothing differs from the {difference.same} findings in the store.")
+        console.print(f"Nothing differs from the store, which has {counted(difference.same, 'record')} of findings.")
         return
-    console.print(f"The same as stored: {difference.same} findings. What differs:")
+    console.print(f"The same as stored: {counted(difference.same, 'record')} of findings. What differs:")
     _list(console, "only now", difference.only_now)
     _list(console, "only stored", difference.only_stored)
     _list(console, "in other words or numbers", difference.changed)

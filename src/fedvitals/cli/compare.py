@@ -12,6 +12,7 @@ from fedvitals.cli.case_cards import COLOURS
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import APART, new_console, new_table, number, shown
 from fedvitals.palette import DARK
+from fedvitals.plural import counted
 from fedvitals.views.units import compared
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _print(comparison: Comparison, *, everything: bool) -> None:
 def _head(console: Any, comparison: Comparison) -> None:
     for side in comparison.sides:
         runs = side.runs[0] if len(side.runs) == 1 else f"{len(side.runs)} runs, {side.runs[0]} the newest"
-        size = f"{side.rounds} rounds, {side.clients} clients"
+        size = f"{counted(side.rounds, 'round')}, {counted(side.clients, 'client')}"
         console.print(f"{_letter(side.letter)}  [bold]{shown(side.name)}[/bold]  {shown(runs)}  [dim]{size}[/dim]")
     console.print()
 

@@ -35,6 +35,8 @@ EXTRAS = {
     "wandb": "wandb",
     "flower": "flwr",
     "nvflare": "nvflare",
+    "huggingface": "transformers",
+    "lightning": "lightning",
     "system": "psutil",
     "parquet": "pyarrow",
     "plots": "matplotlib",

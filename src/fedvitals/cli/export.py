@@ -33,7 +33,11 @@ TELL_SECONDS = 2.0
     "tensorboard, mlflow, wandb: curves and histograms. otel: spans and metrics, to --endpoint. See docs/exporters.md."
 )
 @click.option("--to", "form", type=click.Choice(FORMS), required=True, help="What it is for.")
-@click.option("--out", type=click.Path(path_type=Path), help="The file or folder to write; its default is told.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The file or folder to write. The default depends on the format, and is printed.",
+)
 @click.option("--round", "round_", type=int, metavar="N", help="This round only.")
 @click.option("--endpoint", metavar="URL", help="Of otel: the receiver. Of mlflow: the tracking server or database.")
 @run_options

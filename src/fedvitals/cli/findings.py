@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 ROWS = 20  # of the list, unless --all
 MOST_ROUNDS = 500  # read again for the verdicts
+NAMED = 3  # of the clients that are different
+UNDECIDABLE = (
+    "Not yet decidable: wrong labels only show against a model with an accuracy of 35 %, measured on the clients' own "
+    "samples (data= and loss=) or logged by your loop."
+)
 WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
 
 
@@ -84,7 +89,7 @@ def command(
         if cases_listed:
             click.echo(f"\n{statement(installed, missing, examined, silent=False)}")
         case_cards.print_hidden_notes(new_console(), hidden, "--notes")
-        _print_verdicts(clients, node)
+        _print_verdicts(clients, node, explain=not missing)
     return int(any(is_trouble(case) for case in cases_listed) or bool(missing) or not installed)
 
 
@@ -122,15 +127,21 @@ def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[C
     return verdict_of | {node: "faulty" for node in ill if node is not None}
 
 
-def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
+def _print_verdicts(clients: dict[str, str], node: str | None, *, explain: bool) -> None:
     if node is not None:
         if node in clients:
             click.echo(f"\nVerdict on {node}: {clients[node]}")
         return
     counts = {word: [c for c, verdict in clients.items() if verdict == word] for word in WORDS}
-    counts_in_words = [f"{len(those)} {word}" for word, those in counts.items() if those]
-    if counts_in_words:
+    different = counts["different"]
+    named = f" ({', '.join(map(shown, different[:NAMED]))}{', …' if len(different) > NAMED else ''})"
+    counts_in_words = [
+        f"{len(those)} {word}{named if word == 'different' else ''}" for word, those in counts.items() if those
+    ]
+    if counts_in_words and len(clients) > 1:
         click.echo(f"\nClients: {', '.join(counts_in_words)}.")
+        if explain and counts["not yet decidable"]:
+            click.echo(UNDECIDABLE)
 
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fedvitals.cli import case_cards
 from fedvitals.cli.screen import new_console, shown
 from fedvitals.errors import FedvitalsError
+from fedvitals.plural import counted
 
 if TYPE_CHECKING:
     from fedvitals.store.read.queries import RunSummary
@@ -45,8 +46,8 @@ def print_summary(store: str, began: float, host: str, otherwise: str) -> None:
         console.print(otherwise.replace("{store}", store_shown), soft_wrap=True)
         return
     console.print(
-        f"\n[bold]{shown(done.name)}[/bold]  {shown(done.id)}: {done.rounds} rounds, {done.clients} clients, "
-        f"in {store_shown}",
+        f"\n[bold]{shown(done.name)}[/bold]  {shown(done.id)}: {counted(done.rounds, 'round')}, "
+        f"{counted(done.clients, 'client')}, in {store_shown}",
         soft_wrap=True,
     )
     if cases:

@@ -22,6 +22,7 @@ from fedvitals.cli.screen import (
     sparkline,
     with_unit,
 )
+from fedvitals.plural import counted
 from fedvitals.views.metric_titles import metric_title
 
 if TYPE_CHECKING:
@@ -97,11 +98,12 @@ def _head(console: Any, card: Card, verdict: Verdict, state: str, store: str | N
     )
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
     thinned = f", thinned: {summary.thinned} client-rounds" if summary.thinned else ""
-    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records{thinned}")
+    amount = f"{counted(summary.rounds, 'round')}, {counted(summary.clients, 'client')}"
+    console.print(f"{amount}{cost}; lost: {counted(summary.lost, 'record')}{thinned}")
     if card.measured:
         console.print(f"[dim]{shown(how_often(card))}[/dim]")
     level, allowed = card.privacy.split(": ", 1)
-    cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
+    cohort = f" Sums cover at least {card.cohort} clients." if level == "1" and card.cohort is not None else ""
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
     console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
     tape = tape_bytes(store, run.id)

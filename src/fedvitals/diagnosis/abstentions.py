@@ -22,6 +22,7 @@ from fedvitals.diagnosis.evidence.own_past import compared_with_own_past
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.history_cutoff import shared
+from fedvitals.plural import counted
 from fedvitals.protocols import History, Node
 from fedvitals.records import Metric, Where, is_client
 
@@ -127,7 +128,7 @@ class Examined:
         if self.first is None or not self.client_rounds:
             return NOTHING
         rounds = f"round {self.first}" if self.first == self.last else f"rounds {self.first} to {self.last}"
-        return f"{_counted(self.clients, 'client')} in {rounds}, {_counted(self.client_rounds, 'client-round')}"
+        return f"{counted(self.clients, 'client')} in {rounds}, {counted(self.client_rounds, 'client-round')}"
 
     @property
     def gaps(self) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class Examined:
         return tuple(f"{self._part(self.not_judged[rule])}, because {NOT_JUDGED[rule]}" for rule in rules)
 
     def _part(self, count: int) -> str:
-        of = _counted(self.client_rounds, "client-round")
+        of = counted(self.client_rounds, "client-round")
         if count == self.client_rounds:
             return f"none of the {of} was judged"
         return f"{count} of {of} ({100 * count / self.client_rounds:.2g} %) were not judged"
@@ -195,7 +196,3 @@ def examination(history: History, rounds: Sequence[int] | None = None) -> Examin
     for round_index in history.rounds() if rounds is None else rounds:
         list(counts.add(history, round_index))
     return counts.examined()
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -42,6 +42,8 @@ CONSEQUENCES = frozenset(
         *("GROUP_LEFT_BEHIND", "BATCH_NORM_STATISTICS", "POOR_INITIALISATION", "OVERFITTING"),
     }
 )
+# Issues of a client that inputs on another scale explain, if these were measured on its samples.
+OF_INPUTS, INPUTS = frozenset({"BATCH_NORM_STATISTICS"}), frozenset({"INPUT_SCALE", "INPUT_NOISE"})
 Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
@@ -290,9 +292,10 @@ def _overlapping(strands: Mapping[CaseKey, Case], attendance: Attendance) -> lis
 
 def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
     """Return the strands of one problem as one case."""
-    chances = _chances(strands)
+    candidates = _unexplained(strands)
+    chances = _chances(candidates)
     heading = min(
-        strands, key=lambda strand: (not strand.still_there, _rank_now(strand), -chances.get(strand.issue, 0))
+        candidates, key=lambda strand: (not strand.still_there, _rank_now(strand), -chances.get(strand.issue, 0))
     )
     others = sorted(((i, p) for i, p in chances.items() if i != heading.issue and p >= UNLIKELY), key=lambda o: -o[1])
     rounds, confidences = heading.rounds, heading.confidences
@@ -316,6 +319,17 @@ def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
         alternatives=tuple(others),
         keys=tuple(strand.key for strand in strands),
     )
+
+
+def _unexplained(strands: Sequence[Case]) -> Sequence[Case]:
+    """Return the strands without those that the measured inputs of the client explain."""
+    measured = any(strand.issue in INPUTS and strand.still_there and _is_of_data(strand.newest) for strand in strands)
+    return [s for s in strands if s.issue not in OF_INPUTS or s.confidence == 1] if measured else strands
+
+
+def _is_of_data(finding: Finding) -> bool:
+    views = finding.evidence.get("views")
+    return isinstance(views, list | tuple) and "data" in views
 
 
 def _chances(strands: Sequence[Case]) -> dict[str, float]:

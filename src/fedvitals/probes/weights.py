@@ -16,6 +16,8 @@ from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.view import View
 from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, derive
 
+FADING, FADING_NORMALISED, GROWING = 0.1, 0.02, 4.0  # gains of initial weights; the second in models with layer norms
+
 
 def weights(view: View) -> Mapping[str, Any]:
     """Measure every parameter and, separately, every buffer, such as batch norm's running statistics.
@@ -73,6 +75,8 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     The gain of a layer is rms(w)·√fan_in: about 1 to 1.4 for the usual schemes (Glorot, He). One that is far off makes
     signals grow or fade by that factor at every layer. A spread of 0 keeps all units equal forever. Frozen parameters
     are not checked, since they are not meant to learn; nor are matrices that start at 0 on purpose (`starts_at_zero`).
+    Layer norms restore the scale of a signal, and transformers start the last matrix of each branch small on purpose
+    (GPT-2: 0.02/√(2 layers)), so the lower limit is lower in models that have them.
     """
     matrices = _trained_matrices(model)
     if not matrices:
@@ -80,6 +84,7 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     rows = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
     std, rms, mean = (derive("weight", rows, name) for name in ("std", "rms", "mean"))
     without_gain = _without_gain(model)
+    least = FADING_NORMALISED if any(map(_normalises, model.modules())) else FADING
     meant = set(starts_at_zero(model))
     remarks = []
     for i, (name, parameter) in enumerate(matrices):
@@ -92,7 +97,7 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
             continue
         elif std[i] <= 1e-6 * max(rms[i], 1e-30):
             remarks.append((name, f"all values equal {mean[i]:.3g}: every unit will learn the same"))
-        elif name not in without_gain and not 0.1 <= gain <= 4:
+        elif name not in without_gain and not least <= gain <= GROWING:
             size = "grow" if gain > 1 else "fade"
             remarks.append((name, f"gain {gain:.3g} (rms·√fan_in, usually 0.5 to 1.5): signals {size} at this layer"))
     return remarks
@@ -111,6 +116,10 @@ def starts_at_zero(model: nn.Module) -> list[str]:
     if not trained:
         return [name for name, _ in matrices if name in zero]
     return [] if 2 * len(zero) > len(matrices) else [name for name, _ in matrices if name in zero & trained]
+
+
+def _normalises(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
 
 
 def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:

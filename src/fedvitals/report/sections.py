@@ -336,7 +336,7 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         f"Records lost: {card.summary.lost}." + (" What they said is not in here." if card.summary.lost else ""),
         f"Measuring took {cost} of the rounds' time.{f' {how_often(card)}' if card.measured else ''}",
         f"Privacy level {level}: {allowed}."
-        + (f" Sums are of at least {card.cohort} clients." if card.cohort is not None else ""),
+        + (f" Sums cover at least {card.cohort} clients." if level == "1" and card.cohort is not None else ""),
     ]
     if card.gaps:
         points.insert(1, literal(incomplete(card.gaps)))

@@ -43,7 +43,7 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
     target = file if file is not None else Path(default_name(queries.get_run(reader, ids[0]).name, ids))
     kind = target.suffix.lower()
     if kind not in FORMATS:
-        raise ConfigError(f"A report is a file {', '.join(FORMATS)}, got '{target.name}'.")
+        raise ConfigError(f"A report is a file that ends in {', '.join(FORMATS)}; got '{target.name}'.")
     check(target, force=force)
     folder = f"{target.stem}_files"
     verdicts, blocks = content_of(reader, ids, Pictures(folder))
@@ -125,9 +125,7 @@ def _pictures(blocks: Sequence[Block]) -> Iterator[Picture]:
 # The report on one run: what happened, the evidence, what to do, and everything else in an appendix.
 
 
-FOOT = (
-    f"Written by fedvitals {__version__} out of the run's store. This file needs nothing else: no network, no script."
-)
+FOOT = f"Written by fedvitals {__version__} from the run's store. This file needs nothing else: no network, no script."
 
 
 def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[Block]]:

@@ -19,6 +19,7 @@ from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.plain_json import finite
+from fedvitals.plural import counted
 from fedvitals.records import Action, Run
 from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
@@ -257,7 +258,7 @@ def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
 def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     muted = sum(is_trouble(case) and case_key(case) in facts.muted for case in cases)
     left_out = f" ({muted} muted)" if muted else ""
-    about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
+    about = f"{counted(facts.rounds, 'round')}, {counted(facts.clients, 'client')}"
     judged = "; all judged" if facts.examined is not None and facts.examined.client_rounds else ""
     return f"Healthy. {about}: no finding{left_out}{judged}."
 
@@ -272,8 +273,8 @@ def _expected_alarms(facts: Facts) -> str:
 
 def _too_early(facts: Facts) -> str:
     if facts.finished:
-        return f"Too short to judge: {_counted(facts.rounds, 'round')}."
-    so_far = _counted(facts.rounds, "round")
+        return f"Too short to judge: {counted(facts.rounds, 'round')}."
+    so_far = counted(facts.rounds, "round")
     return f"Too early to judge: {so_far} so far; clients can be compared from {WARM} rounds on."
 
 
@@ -338,12 +339,12 @@ def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
 def _others(same: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
     rest = [case for case in _roots(cases, facts) if case not in same]
     muted = sum(case_key(case) in facts.muted for case in rest)
-    counted = [case for case in rest if case_key(case) not in facts.muted]
-    serious = sum(case.still_there and _is_serious_now(case) for case in counted)
-    over = sum(not case.still_there for case in counted)
-    parts = [_counted(serious, "other finding")] if serious else []
+    others = [case for case in rest if case_key(case) not in facts.muted]
+    serious = sum(case.still_there and _is_serious_now(case) for case in others)
+    over = sum(not case.still_there for case in others)
+    parts = [counted(serious, "other finding")] if serious else []
     below = sum(is_trouble(case) for case in cases) - len(_roots(cases, facts))
-    parts += [_counted(below, "consequence")] if below else []
+    parts += [counted(below, "consequence")] if below else []
     parts += [f"{over} resolved"] if over else []
     parts += [f"{muted} muted"] if muted else []
     return ", ".join(parts)
@@ -351,10 +352,6 @@ def _others(same: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
 
 def _sentences(*parts: str) -> str:
     return " ".join(f"{part}." for part in parts if part)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 # -- from the store ---------------------------------------------------------------------------------------------------

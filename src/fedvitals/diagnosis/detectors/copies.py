@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import clients_of, median_of_others, rounds_until
+from fedvitals.diagnosis.evidence.attendance import clients_of, failed_calls, median_of_others, rounds_until
 from fedvitals.diagnosis.evidence.equal_updates import (
     STANDS_OUT,
     UNLIKE,
@@ -130,7 +130,8 @@ def _free_riders(history: History, round_index: int) -> tuple[Finding, ...]:
 
 def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding]:
     clients = clients_of(history, round_index)
-    idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero]
+    failed = failed_calls(history, round_index)  # they sent nothing, whatever was measured until they failed
+    idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero and node not in failed]
     for node in idle if len(clients) > 1 and len(idle) <= max(1, COHORT_WIDE_SHARE * len(clients)) else ():
         text = f"{node} sent back the model that it got: its update is exactly zero."
         number = Number("update.norm", 0.0, median_of_others(history.latest("update.norm", round_index), [node]))

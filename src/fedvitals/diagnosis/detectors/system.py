@@ -91,7 +91,12 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
     seen: set[tuple[str, Node | None]] = set()
     phases = {str(data.get("phase")) for data in phases_of(history, round_index) if _nobody_answered(data)} - {TRAIN}
     phases |= {TRAIN} if everyone_failed(history, round_index) else set()
-    for event in events_in(history, round_index, "client.failed", "edge.failed", "round.failed"):
+    events = list(events_in(history, round_index, "client.failed", "edge.failed", "round.failed"))
+    of_clients = {_error_of(event) for event in events if event.name == "client.failed"}
+    of_rounds = {_error_of(event) for event in events if event.name == "round.failed"}
+    for event in events:
+        if event.name == "round.failed" and _error_of(event) in of_clients:
+            continue  # one exception that left both scopes: the client's finding reports it
         issue = _kind_of_failure(event)
         common = event.name == "client.failed" and event.data.get("phase", TRAIN) in phases
         if common or (issue, event.where.node) in seen:
@@ -103,7 +108,8 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
         error = f" with {event.data['exception']}" if event.data.get("exception") is not None else ""
         phase = event.data.get("phase", TRAIN)
         asked = "" if phase == TRAIN else f" when asked to {phase}"
-        text, sure = f"{who} failed{asked}{error}{before}.", 1.0
+        ended = event.name == "client.failed" and _error_of(event) in of_rounds
+        text, sure = f"{who} failed{asked}{error}{before}{', which ended the round' if ended else ''}.", 1.0
         shares: Mapping[str, Any] = {}
         if issue == "OUT_OF_MEMORY":
             text, sure = killed_words(history, round_index, event) or (text, sure)
@@ -117,7 +123,7 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             since=since,
             node=event.where.node,
             group=event.where.group,
-            severity="critical" if event.where.node is None else "warning",
+            severity="critical" if ended or event.where.node is None else "warning",
             more={"event": event.name, **{k: event.data[k] for k in ("exception",) if k in event.data}, **shares},
         )
     for phase in sorted(phases - {TRAIN}):
@@ -127,6 +133,10 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
             yield finding("DISK_FULL", round_index, f"The server's disk is full{doing}.", confidence=0.95)
             return
+
+
+def _error_of(event: Event) -> tuple[Any, str]:
+    return event.data.get("exception"), event.message
 
 
 def _nobody_answered(phase: Mapping[str, Any]) -> bool:

@@ -167,8 +167,8 @@ def read_sqlite(path: Path) -> Reader:
     """Open the store in that file for reading."""
     if not path.exists():
         raise StoreError(
-            f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE, go to the folder where it lies, "
-            "or make one: `fedvitals demo` does, and so does `fedvitals.Monitor(...)` in a training."
+            f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE, change to its folder, or make one: "
+            "`fedvitals demo` does, and so does `fedvitals.Monitor(...)` in a training script."
         )
     check_file(path)
     refuse_damaged(path)
