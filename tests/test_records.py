@@ -25,7 +25,6 @@ from fedvitals.records import (
     Transfer,
     Truth,
     Where,
-    matrix_of,
 )
 from fedvitals.stats import empty_sums
 
@@ -57,10 +56,6 @@ def test_a_sum_stands_at_the_coordinates_that_both_share(there, expected):
     assert both.at == 2.0
     np.testing.assert_array_equal(both.get("count"), [10, 10])
     assert (both.source, both.sequence) == ("", 0)  # a new record, with no identity yet
-
-
-def test_matrix_of_merges_all():
-    np.testing.assert_array_equal(matrix_of([stats_at(HERE)] * 3)[:, 0], [12, 12])
 
 
 def test_statistics_of_different_things_do_not_add():

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -416,8 +416,3 @@ FAILURES: Mapping[str, str] = {
 """Events about a client that was asked and did not deliver everything: the one list for all that count failures."""
 
 Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot | Truth
-
-
-def matrix_of(records: Sequence[LayerStats]) -> Array:
-    """Return the records' matrices merged into one."""
-    return merge(records[0].family, [record.matrix for record in records])

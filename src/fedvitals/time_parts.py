@@ -53,7 +53,6 @@ REST = {  # parts in which a node waits, and what for
 }
 _NUMBER = (int, float)  # created once: `int | float` is created anew on every evaluation
 LONGEST = 1e12  # seconds; integers of any size may arrive
-PHASES = ("data", "forward", "backward", "optimizer")  # of a local step
 
 
 def of_the_whole(record: Span | Metric) -> bool:

@@ -14,7 +14,7 @@ from fedvitals.lab.adapters import BottleneckLinear
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.adapters import grams as adapter_grams
 from fedvitals.probes.adapters.grams import FactorPair, PairLayout, grams_of, stacked_clients, step_products
-from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, other_kinds, scale_of
+from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, scale_of
 from fedvitals.probes.adapters.signs import mean_weights, signs_of
 from fedvitals.stats import ADAPTER_COLUMNS
 from fedvitals.testing import MemorySink
@@ -61,7 +61,6 @@ def test_prompts_and_vectors_of_peft_train_and_travel_but_are_no_pairs():
     pytest.importorskip("peft", reason="peft is not installed")
     names = ["prompt_encoder.default.embedding.weight", "h.0.ia3_l.default", "score.weight"]
     assert find_pairs([(names[0], (20, 64)), (names[1], (64, 1)), (names[2], (2, 64))]) == ()
-    assert other_kinds(names, ()) == {"prompt": 1, "other": 2}
 
 
 def test_a_pair_is_known_by_its_shapes_beside_the_frozen_matrix():

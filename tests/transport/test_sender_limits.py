@@ -16,11 +16,11 @@ from fedvitals.transport.sender_limits import (
 
 def test_all_senders_together_bring_a_bounded_number_of_names():
     quotas = SenderQuotas()
-    admitted = [quotas.admits_name(f"n{i // 200}", f"user.{i}") for i in range(NAMES_OF_ALL + 3 * METRIC_NAMES)]
+    admitted = [quotas.excess_name(f"n{i // 200}", f"user.{i}") is None for i in range(NAMES_OF_ALL + 3 * METRIC_NAMES)]
     assert sum(admitted) == NAMES_OF_ALL
-    assert quotas.admits_name("another", "user.0"), "what somebody has brought is free"
-    assert quotas.admits_name("another", "loss")
-    assert not quotas.admits_name("another", "user.new")
+    assert quotas.excess_name("another", "user.0") is None, "what somebody has brought is free"
+    assert quotas.excess_name("another", "loss") is None
+    assert quotas.excess_name("another", "user.new") is not None
 
 
 def test_of_too_many_senders_the_first_is_forgotten():

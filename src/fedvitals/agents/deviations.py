@@ -14,6 +14,7 @@ import numpy as np
 
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
+from fedvitals.diagnosis.medians import finite_median
 from fedvitals.records import is_client
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.read import queries
@@ -118,7 +119,6 @@ def deviation_of(sign: ComparedSign, client: str) -> Deviation | None:
     counted = scores[known[start:]] if start is not None else scores[known]
     newest = there[-1]
     others = np.delete(sign.matrix.values[:, newest], row)
-    finite = others[np.isfinite(others)]
     return Deviation(
         client=client,
         sign=sign.name,
@@ -127,7 +127,7 @@ def deviation_of(sign: ComparedSign, client: str) -> Deviation | None:
         compared_rounds=len(known),
         since=None if start is None else int(rounds[known[start]]),
         newest=float(values[newest]),
-        usual=float(np.median(finite)) if len(finite) else float("nan"),
+        usual=finite_median(others),
         not_finite=len(odd),
         not_finite_since=int(rounds[odd[0]]) if len(odd) else None,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.diagnosis.medians import finite_median
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import Array
 from fedvitals.store.read.reader import Reader
@@ -30,13 +31,13 @@ def layer_summary(reader: Reader, run: str, client: str | None) -> dict[str, Any
             row = rows.setdefault(layer, {"layer": layer})
             if client is None:
                 typical = _medians(values)
-                row[family] = [_median(typical[:NEWEST]), _median(typical[-NEWEST:])]
+                row[family] = [finite_median(typical[:NEWEST]), finite_median(typical[-NEWEST:])]
             elif client in nodes:
                 place = list(nodes).index(client)
                 others = _medians(np.delete(values, place, axis=1))[-NEWEST:]
                 own = values[-NEWEST:, place]
-                usual = _median(others)
-                row[family] = _median(own) / usual if usual else float("nan")
+                usual = finite_median(others)
+                row[family] = finite_median(own) / usual if usual else float("nan")
             if family == "gradient":
                 row["not_finite"] = int(sum(_count(reader, run, layer, name, client) for name in ("nans", "infs")))
     meaning = (
@@ -72,12 +73,7 @@ def layer_table(
 
 
 def _medians(values: Array) -> Array:
-    return np.array([_median(row) for row in values])
-
-
-def _median(values: Array) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else float("nan")
+    return np.array([finite_median(row) for row in values])
 
 
 def _count(reader: Reader, run: str, layer: str, statistic: str, client: str | None) -> float:

@@ -63,12 +63,6 @@ class _WorkUnit(NamedTuple):
     block: SpanBlock
 
 
-def without(time: RoundTime, nodes: Collection[str]) -> float:
-    """Return the round's seconds without some nodes; without an edge means without its members."""
-    gone = {*nodes, *(node.node for node in time.clients if node.group in set(nodes))}
-    return shape_of(time).without(gone)
-
-
 def critical_path(time: RoundTime) -> CriticalPath:
     """Return the critical path of one round."""
     units = sorted(_units(time), key=lambda unit: unit.ended)

@@ -357,7 +357,6 @@ def accuracy_milestones(
     seconds: Mapping[int, float],
     virtual_seconds: Mapping[int, float],
     bytes: Mapping[int, int],  # noqa: A002 - the vocabulary's word
-    levels: Sequence[float] = LEVELS,
 ) -> tuple[AccuracyMilestone, ...]:
     """Return for each accuracy the first round that reached it, and what had been spent by its end; all by round.
 
@@ -367,7 +366,7 @@ def accuracy_milestones(
     best = max(finite.values(), default=None)
     known = sorted({*accuracy, *seconds, *virtual_seconds, *bytes})
     milestones = []
-    for level in levels:
+    for level in LEVELS:
         first = min((number for number, value in finite.items() if value >= level), default=None)
         if first is None:
             milestones.append(AccuracyMilestone(level, None, None, None, None, None, best))

@@ -60,11 +60,8 @@ class Compression(Description, frozen=True):
     def decode(self, payload: bytes) -> Values:
         raise NotImplementedError
 
-    def compress(self, values: Tensor, stream: torch.Generator | None = None) -> tuple[Tensor, int]:
-        """Return the values as they arrive, and their bytes on the wire. `stream` is for custom rules that draw random
-        numbers.
-        """
-        del stream
+    def compress(self, values: Tensor) -> tuple[Tensor, int]:
+        """Return the values as they arrive, and their bytes on the wire."""
         payload = self.encode(values.detach().cpu().numpy())
         return torch.from_numpy(self.decode(payload)).to(values.device), len(payload)
 
@@ -239,7 +236,6 @@ def send_update(
     state: Tensor,
     start: Tensor,
     weights: int,
-    stream: torch.Generator | None = None,
     residual: Tensor | None = None,
 ) -> ReceivedState:
     """Return a client's state as the server, which knows `start`, receives it. Values from `weights` on are buffers.
@@ -253,14 +249,14 @@ def send_update(
     trained = state[:weights]
     if getattr(compression, "error_feedback", False):
         change = trained - start[:weights] if residual is None else trained - start[:weights] + residual
-        received, sent = compression.compress(change, stream)
+        received, sent = compression.compress(change)
         lost = torch.nan_to_num(change - received, 0.0, 0.0, 0.0)  # what is not finite must not stay for ever
         return received_state(start[:weights] + received, state[weights:], sent, lost)
     if compression.differences:
-        received, sent = compression.compress(trained - start[:weights], stream)
+        received, sent = compression.compress(trained - start[:weights])
         received = start[:weights] + received
     else:
-        received, sent = compression.compress(trained, stream)
+        received, sent = compression.compress(trained)
     return received_state(received, state[weights:], sent)
 
 

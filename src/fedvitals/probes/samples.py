@@ -27,6 +27,7 @@ LABELS = ("labels", "label", "targets", "target", "y")  # the label part of a ba
 _LEAST_DIMENSIONS = (("input_ids", 2), *((name, 1) for name in LABELS))  # of the parts of a batch
 Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
 Batch = tuple[Inputs, Tensor]  # inputs and labels
+MOST_OBJECTS = 500  # searched for random generators
 Stream = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
@@ -130,12 +131,12 @@ def preserved_random_streams(data: Any) -> Iterator[None]:
             _set_state(stream, state)
 
 
-def streams_in(data: Any, most: int = 500) -> list[Stream]:
+def streams_in(data: Any) -> list[Stream]:
     """Return the random generators held by a data set, its transforms, or data sets inside it."""
     streams: list[Stream] = []
     seen: set[int] = set()
     waiting = [data]
-    while waiting and len(seen) < most:
+    while waiting and len(seen) < MOST_OBJECTS:
         candidate = waiting.pop()
         if id(candidate) in seen or isinstance(candidate, Tensor | np.ndarray | str | bytes | type | ModuleType):
             continue

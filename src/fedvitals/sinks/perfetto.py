@@ -14,11 +14,10 @@ import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from fedvitals.plain_json import PlainJson, no_fields
-from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
+from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where, natural
 from fedvitals.time_parts import unfold
 
 Json = dict[str, Any]
@@ -252,19 +251,13 @@ def _written(part: _Slice, place: Json) -> Iterator[Json]:
         yield {"ph": side, "name": "transfer", "cat": "transfer", "id": number, "ts": at, **binding, **place}
 
 
-def _order(process: str) -> tuple[bool, bool, list[Any]]:
+def _order(process: str) -> tuple[bool, bool, tuple[object, ...]]:
     virtual = process.endswith("(virtual clock)")
-    return virtual, not process.startswith(SERVER), _digits(process)
+    return virtual, not process.startswith(SERVER), natural(process)
 
 
-def _thread_order(thread: str) -> tuple[bool, bool, list[Any]]:
-    return thread != WHOLE, not thread.startswith(SERVER), _digits(thread)
-
-
-def _digits(name: str) -> list[Any]:
-    """Return the sort key that puts c2 before c10."""
-    parts = ["".join(same) for _, same in groupby(name, key=str.isdecimal)] or [""]
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+def _thread_order(thread: str) -> tuple[bool, bool, tuple[object, ...]]:
+    return thread != WHOLE, not thread.startswith(SERVER), natural(thread)
 
 
 def _is_in(where: Where, rounds: Container[int] | None) -> bool:

@@ -191,10 +191,6 @@ class SenderQuotas:
                 left_out.add(excess[0], record, excess[1])
         return kept
 
-    def admits_name(self, node: Node, name: str) -> bool:
-        """Return whether a metric's name is known, or is a new name within the sender's quota."""
-        return self.excess_name(node, name) is None
-
     def excess_name(self, node: Node, name: str) -> str | None:
         """Return the limit that a metric's name exceeds; None if it is known or within the sender's quota."""
         return self._excess_name(self._use(node), name, "metric")

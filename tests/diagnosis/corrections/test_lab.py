@@ -13,7 +13,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import NullObserver
 from fedvitals.records import Action, Where
 from fedvitals.store import open_reader
-from fedvitals.store.read.queries import actions_of
+from fedvitals.store.read.queries import records
 from fedvitals_studies.faultbank.cures import course, measure
 from support.conditions import holds_for_each
 
@@ -254,7 +254,7 @@ def test_everything_is_written_down(tmp_path):
     with Monitor(store, detectors=[planted("BYZANTINE", "c3")], cure="auto", host="lab") as monitor:
         lab.run(e, monitor, workers=1)
     with open_reader(store) as reader:
-        actions = actions_of(reader, monitor.run.id)
+        actions = list(records(reader, monitor.run.id, Action))
     trial, outcome = (a for a in actions if a.kind == "quarantine")
     assert (trial.status, trial.target, trial.finding) == ("trial", "c3", "BYZANTINE c3")
     assert outcome.status in ("applied", "undone")

@@ -9,7 +9,7 @@ rounds are read, and the answer says how many.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from fedvitals.analysis.timeline import NodeTime, main_clock, timeline
 from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
+from fedvitals.diagnosis.medians import finite_median
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import FAILURES as FAILED
@@ -249,9 +250,9 @@ def _counts(event: Event) -> dict[str, int]:
     return {str(label): count for label, count in histogram.items() if isinstance(count, int) and 0 < count < 2**53}
 
 
-def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), limit: int = EVENTS) -> list[ClientEvent]:
+def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = ()) -> list[ClientEvent]:
     """Read a client's newest events, the newest first; of some names if given."""
-    return [_event(event) for event in events_of_node(reader, run, node, names, limit=limit)]
+    return [_event(event) for event in events_of_node(reader, run, node, names, limit=EVENTS)]
 
 
 def _event(event: Event) -> ClientEvent:
@@ -399,12 +400,7 @@ def client_times(
             TimePart(part, json_numbers([own[r].parts.get(part, 0.0) for r in rounds]), part in REST) for part in order
         ],
         own=json_numbers([values.get(reader.names.number(node) or 0, math.nan) for values in lengths]),
-        median=json_numbers([_median(values.values()) for values in lengths]),
+        median=json_numbers([finite_median(values.values()) for values in lengths]),
         failed=[number for number in rounds if own[number].failed],
         of=len(every),
     )
-
-
-def _median(values: Iterable[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return float(np.median(finite)) if finite else math.nan

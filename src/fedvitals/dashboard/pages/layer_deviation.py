@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals.diagnosis.medians import column_medians
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import (
     CLASS_ROWS,
@@ -215,9 +216,4 @@ def _against(cohort: tuple[list[int], Array], mine: int, how: str) -> Array:
 
 def medians(values: Array) -> Array:
     """Return the median of the finite values in each column; NaN if there is none."""
-    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN is sorted last
-    counts = np.sum(~np.isnan(ordered), axis=0)
-    middle = np.full(values.shape[1], np.nan)
-    some = np.flatnonzero(counts)
-    middle[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
-    return middle
+    return column_medians(np.where(np.isfinite(values), values, np.nan))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.dashboard.pages.layer_deviation import medians
+from fedvitals.diagnosis.medians import finite_median
+from fedvitals.plain_json import finite
 from fedvitals.records import natural
 from fedvitals.stats import Array
 from fedvitals.store.read import queries
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 WORDS = 500  # characters of a failure's reason
 POINTS = 400  # of a client's local losses
 LAYERS = 2000
-SORTS = ("trouble", "name", "weight", "norm", "first", "last")
 MEASURED = "of updates, as the monitor measured them"
 TAKEN = "of updates, from the tape"
 SENT = "of whole models as they were sent: the tape has digests and norms of these only"
@@ -88,8 +89,7 @@ class Norms:
     totals: Mapping[str, float] = field(default_factory=dict)
 
     def median(self) -> float | None:
-        finite = [value for value in self.totals.values() if math.isfinite(value)]
-        return float(np.median(finite)) if finite else None
+        return finite(finite_median(self.totals.values()))
 
 
 def norms_of(reader: Reader, run: str, entry: RoundEntry, names: Sequence[str], updates: Updates | None) -> Norms:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
-from statistics import median
 from typing import Any, Literal, get_args
 
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.diagnosis.medians import finite_median
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run, is_client
 from fedvitals.store import Target
@@ -318,13 +318,8 @@ def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:
         known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
     )
     cohort = {n: [v for node, v in history.latest(name, n).items() if is_client(node)] for n in picked}
-    medians = [(n, _median(own)) for n, own in cohort.items() if own]
+    medians = [(n, finite(finite_median(own))) for n, own in cohort.items() if own]
     return Spark(name, "median client", tuple(n for n, _ in medians), tuple(v for _, v in medians)) if medians else None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return median(finite) if finite else None
 
 
 def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:

@@ -63,7 +63,6 @@ class DataExamination:
     group: tuple[Node, ...]
     usual: frozenset[Node]
     usual_inputs: frozenset[Node]  # whose inputs spread as the others' do, even if their labels are unknown
-    another_population: frozenset[Node]  # they stand out, but are too many to be accused
 
 
 class _Compared:
@@ -140,7 +139,7 @@ def judge_data(
         node for node in present if node in deviations and abs(deviations[node].spread_score) < SPREAD_LIMIT / 2
     )
     accused = {node: own for node, own in suspects.items() if node not in many}
-    return DataExamination(accused, group, usual, inputs - unusual, many)
+    return DataExamination(accused, group, usual, inputs - unusual)
 
 
 def _another_population(

@@ -64,9 +64,9 @@ class _OptimalAttack(Fault, frozen=True):
             send_change(update, sent)
 
 
-def search_maximum(objective: Callable[[float], float], evaluations: int, step: float = 10.0) -> float:
+def search_maximum(objective: Callable[[float], float], evaluations: int) -> float:
     """Return the point from 0 upwards at which the objective was largest, after so many evaluations of it."""
-    best, most, expanding = 0.0, objective(0.0), True
+    best, most, step, expanding = 0.0, objective(0.0), 10.0, True
     for _ in range(evaluations - 1):
         value = objective(best + step)
         if value > most:

@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,6 @@ SIDES = (
 )
 _B_OF = dict(SIDES)
 _DIAGONAL = "lora_E"  # in AdaLoRA, whose product has a third factor
-_PROMPT = re.compile(r"(^|[._])(prompt|prefix)")
 SCALES = ("scaling", "scale")  # attributes that hold α/r
 ALPHAS, RANKS = ("lora_alpha", "alpha"), ("r", "rank")
 
@@ -118,16 +116,6 @@ def _pair(name: str, a: tuple[str, Shape], b: tuple[str, Shape]) -> AdapterPair 
     # A rank that saves nothing does not belong to an adapter.
     fits = b[1][1] == rank and rank > 0 and rank * (inputs + outputs) <= inputs * outputs
     return AdapterPair(name, a[0], b[0], rank, inputs, outputs) if fits else None
-
-
-def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[str, int]:
-    """Return how many trained tensors do not belong to a pair, by kind: «prompt» and «other»."""
-    used = {name for pair in pairs for name in (pair.a, pair.b)}
-    kinds = {"prompt": 0, "other": 0}
-    for name in trained:
-        if name not in used:
-            kinds["prompt" if _PROMPT.search(name) else "other"] += 1
-    return {kind: count for kind, count in kinds.items() if count}
 
 
 def scale_of(model: Any, pair: AdapterPair) -> float | None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 BARS = " ▁▂▃▄▅▆▇█"
+SPARKS = 40  # characters of a line of bars
 BINS = 24
 TENSOR, TABLE, SERIES, TEXT = "tensor", "table", "series", "text"
 Cell = str | int | float | bool | None
@@ -226,10 +227,10 @@ def _series_text(output: DebuggerOutput) -> str:
     return "\n".join(lines) or "  (nothing)"
 
 
-def _sparkline(values: Sequence[float | None], width: int = 40) -> str:
+def _sparkline(values: Sequence[float | None]) -> str:
     """Return the values as a line of bars; a missing or non-finite value is a dot."""
-    if len(values) > width:
-        values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
+    if len(values) > SPARKS:
+        values = [values[(i + 1) * len(values) // SPARKS - 1] for i in range(SPARKS)]
     finite = [v for v in values if v is not None and math.isfinite(v)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BARS) - 2) / (high - low) if high > low else 0.0

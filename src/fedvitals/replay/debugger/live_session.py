@@ -335,11 +335,11 @@ class HeldRun:
         live.pause()
         return self._wait(live, timeout)
 
-    def one_more(self, timeout: float | None = None) -> Hit | None:
+    def one_more(self) -> Hit | None:
         """Let the run do one more round."""
         live = self.attach()
         live.step()
-        return self._wait(live, timeout)
+        return self._wait(live)
 
     def until_hit(self, timeout: float | None = None) -> Hit | None:
         """Let the run go on to the next breakpoint; None: it has ended, or the time is over."""
@@ -347,7 +347,7 @@ class HeldRun:
         live.resume()
         return self._wait(live, timeout)
 
-    def _wait(self, live: LiveSession, timeout: float | None) -> Hit | None:
+    def _wait(self, live: LiveSession, timeout: float | None = None) -> Hit | None:
         hit = live.wait_for_hit(timeout)
         if hit is None and live.ended:
             self.close()

@@ -8,9 +8,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from fedvitals.catalog import CATALOG
+from fedvitals.diagnosis.medians import finite_median
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import History
 from fedvitals.records import is_client
@@ -94,7 +94,7 @@ class Quantity:
             if clients:
                 earlier = [r for r in history.rounds() if r < round_index]
                 label = f"{self.name} (median of the clients)"
-                yield Reading(label, None, _median(clients.values()), lambda: self._medians(history, earlier))
+                yield Reading(label, None, finite_median(clients.values()), lambda: self._medians(history, earlier))
             return
         for node, value in clients.items():
             past = functools.partial(self._before, history, node, round_index)
@@ -105,7 +105,7 @@ class Quantity:
 
     def _medians(self, history: History, rounds: Sequence[int]) -> PastValues:
         values_by_round = ((r, [v for n, v in history.latest(self.name, r).items() if is_client(n)]) for r in rounds)
-        return [(r, _median(values)) for r, values in values_by_round if values]
+        return [(r, finite_median(values)) for r, values in values_by_round if values]
 
     def _of_layer(self, history: History, round_index: int) -> Iterator[Reading]:
         family, statistic = _statistic(self.name)
@@ -151,11 +151,6 @@ def quoted(name: str) -> str:
 def finite_values(past: PastValues) -> list[float]:
     """Return the finite ones of past values."""
     return [value for _, value in past if math.isfinite(value)]
-
-
-def _median(values: object) -> float:
-    kept = [value for value in values if math.isfinite(value)]  # type: ignore[attr-defined]
-    return median(kept) if kept else math.nan
 
 
 def _is_statistic(name: str) -> bool:

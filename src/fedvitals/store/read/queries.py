@@ -14,7 +14,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, natural
+from fedvitals.records import Event, LayerStats, LayerTable, Run, Truth, natural
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
@@ -375,11 +375,6 @@ def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = N
             took_part.setdefault(node, []).append(number)
     names = reader.names.texts(took_part)
     return {None: reader.history(run).rounds(), **dict(zip(names, took_part.values(), strict=True))}
-
-
-def actions_of(reader: Reader, run: str) -> list[Action]:
-    """Return actions suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
-    return list(records(reader, find_run(reader, run), Action))
 
 
 def truth_of(reader: Reader, run: str) -> list[Truth]:

@@ -25,7 +25,6 @@ from fedvitals_studies.hangs.plant import HUNG_ROUND, OF_SERVER, Plant
 
 MODULES = {"loop": "loops", "processes": "loops", "flower": "flower_app", "nvflare": "nvflare_job"}
 PATIENCE = 240.0  # seconds
-EVALUATED_ELSEWHERE = ("flower",)  # hosts whose clients evaluate in a separate message
 
 
 @dataclass(frozen=True, slots=True)

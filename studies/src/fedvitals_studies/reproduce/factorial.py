@@ -32,7 +32,6 @@ REPEATS = 5  # per cell
 COMPLETE_REPEATS = 3  # of the extended study under the likeliest reading
 POINTS = {"reproduced": 1.0, "partly": 0.5}
 SCORED = ("1.", "2.")  # claims about the initial study
-CELLS = 8  # per reading: four topologies, unclipped and clipped
 
 
 @dataclass(frozen=True, slots=True)
