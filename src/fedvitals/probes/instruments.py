@@ -15,7 +15,7 @@ from fedvitals.model_hooks import named_members
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Allowance, Turns
-from fedvitals.probes.data_sketch import DataWatch
+from fedvitals.probes.data_watch import DataWatch
 from fedvitals.probes.fit import Fit
 from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.nonlinearity import nonlinearity

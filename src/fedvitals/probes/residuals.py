@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import UnsuitedError
-from fedvitals.probes.data_sketch import tensors_of
+from fedvitals.probes.data_watch import tensors_of
 from fedvitals.stats import Array
 
 EXACT = 1e-5  # of both sums, relative: what rounding in float32 leaves

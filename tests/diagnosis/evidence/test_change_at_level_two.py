@@ -7,7 +7,7 @@ import torch
 
 from fedvitals.diagnosis.evidence.described_data import DataSketches
 from fedvitals.diagnosis.evidence.suspect_data import judge_data
-from fedvitals.probes.data_sketch import DataWatch
+from fedvitals.probes.data_watch import DataWatch
 from fedvitals.records import Event, Where
 from fedvitals.transport.privacy import PrivacyPolicy, released
 

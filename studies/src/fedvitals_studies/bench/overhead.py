@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedvitals.kernels import GradientRecorder
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.data_sketch import DataWatch
+from fedvitals.probes.data_watch import DataWatch
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.probes.presets import LOSS_ROUNDS, SCALE_ROUNDS, Preset, preset
 from fedvitals.probes.scale import scale

@@ -26,7 +26,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.run import prepare_site
-from fedvitals.probes.data_sketch import DataWatch
+from fedvitals.probes.data_watch import DataWatch
 from fedvitals.protocols import Node
 from fedvitals.records import Event, Where
 from fedvitals_studies.faultbank.cases import Case, read_bank
