@@ -13,9 +13,10 @@ from hypothesis import strategies as some
 
 import fedvitals as fv
 from fedvitals.errors import RecordError
+from fedvitals.hosts.envelope_checks import FIELDS, VERSION
 from fedvitals.hosts.flower import reply_envelope
 from fedvitals.hosts.flower.replies import read_reply
-from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, VERSION
+from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, KEY
 from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 from fedvitals.measurements import stamped
 from fedvitals.records import (

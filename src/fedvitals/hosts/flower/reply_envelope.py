@@ -16,15 +16,12 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 
 from fedvitals.errors import RecordError
+from fedvitals.hosts.envelope_checks import FIELDS, VERSION, checked_fields
 from fedvitals.resources.clocks import LATEST
-from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
 KEY = "fedvitals"  # of the record in a reply
 ROUND_KEYS = ("server-round", "server_round", "current_round")
-VERSION = 1
-PROCESSORS = 10_000  # more than any machine has
 EMPTY_PAYLOAD = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
-FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +71,8 @@ def read_envelope(record: Any, source: int, node: str, away: float) -> ReplyEnve
         raise RecordError(f"The reply comes from node {source}, and node {node} was asked.")
     if not isinstance(record, ConfigRecord):
         raise RecordError(f"Under the key '{KEY}' of a reply lies a {type(record).__name__}, not a ConfigRecord.")
-    if record.get("version") != VERSION:
-        version = str(record.get("version"))[:40]
-        raise RecordError(
-            f"Telemetry of version {version}, where {VERSION} is understood: update the older of the two sides."
-        )
-    wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
-    if wrong or len(record) != len(FIELDS):
-        raise RecordError(
-            f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
-        )
-    fields: dict[str, Any] = {name: record[name] for name in FIELDS if name != "version"}
-    envelope = ReplyEnvelope(**{**fields, "payload": b"" if fields["payload"] == EMPTY_PAYLOAD else fields["payload"]})
-    if len(envelope.payload) > MESSAGE_BYTES:
-        raise RecordError(f"Telemetry of {len(envelope.payload)} bytes, where {MESSAGE_BYTES} are taken at most.")
-    if not 0 <= envelope.cpu <= PROCESSORS * (away + 1):
-        raise RecordError(f"Telemetry with {envelope.cpu:.3g} s of processor time, which no machine can have.")
-    return envelope
+    fields = checked_fields(record, FIELDS, away)
+    return ReplyEnvelope(**{**fields, "payload": b"" if fields["payload"] == EMPTY_PAYLOAD else fields["payload"]})
 
 
 # -- what both sides know -------------------------------------------------------------------------------------------

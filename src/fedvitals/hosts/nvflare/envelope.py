@@ -14,18 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.errors import RecordError
-from fedvitals.records import printable
+from fedvitals.hosts import envelope_checks
+from fedvitals.hosts.envelope_checks import VERSION, checked_fields
 from fedvitals.resources.clocks import LATEST
-from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
 KEY = "fedvitals"  # of the header in a result, and of the entry in a model's meta sent by a trainer
-VERSION = 1
-PROCESSORS = 10_000  # more than any machine has
 LONGEST_TRACEBACK, LONGEST_MESSAGE = 20_000, 1_000  # characters
-FIELDS = {
-    "version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float,
-    "failure": dict,
-}  # fmt: skip
+FIELDS = {**envelope_checks.FIELDS, "failure": dict}
 FAILURE_FIELDS = {"exception": str, "message": str, "traceback": str}
 _EXCEPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
 
@@ -70,22 +65,8 @@ def read_envelope(header: Any, away: float) -> ResultEnvelope:
     """
     if type(header) is not dict:
         raise RecordError(f"Under the header '{KEY}' of a result lies a {type(header).__name__}, not a dict.")
-    if header.get("version") != VERSION:
-        version = printable(str(header.get("version"))[:40])
-        raise RecordError(
-            f"Telemetry of version {version}, where {VERSION} is understood: update the older of the two sides."
-        )
-    wrong = [name for name, kind in FIELDS.items() if type(header.get(name)) is not kind]
-    if wrong or len(header) != len(FIELDS):
-        raise RecordError(
-            f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
-        )
-    if len(header["payload"]) > MESSAGE_BYTES:
-        raise RecordError(f"Telemetry of {len(header['payload'])} bytes, where {MESSAGE_BYTES} are taken at most.")
-    if not 0 <= header["cpu"] <= PROCESSORS * (away + 1):
-        raise RecordError(f"Telemetry with {header['cpu']:.3g} s of processor time, which no machine can have.")
-    fields = {name: header[name] for name in FIELDS if name not in ("version", "failure")}
-    return ResultEnvelope(**fields, failure=_read_failure(header["failure"]))
+    fields = checked_fields(header, FIELDS, away)
+    return ResultEnvelope(**{**fields, "failure": _read_failure(fields["failure"])})
 
 
 def _read_failure(fields: Mapping[Any, Any]) -> SiteFailure | None:
@@ -94,9 +75,9 @@ def _read_failure(fields: Mapping[Any, Any]) -> SiteFailure | None:
     if set(fields) != set(FAILURE_FIELDS) or any(
         type(fields[name]) is not kind for name, kind in FAILURE_FIELDS.items()
     ):
-        raise RecordError("Telemetry tells of a failure by fields that are missing, too many or of another kind.")
+        raise RecordError("Telemetry reports a failure with fields that are missing, too many or of another type.")
     if not _EXCEPTION.fullmatch(fields["exception"]):
-        raise RecordError("Telemetry tells of a failure whose exception has no name that a class can have.")
+        raise RecordError("Telemetry reports a failure whose exception has no name that a class can have.")
     message, traceback = fields["message"][:LONGEST_MESSAGE], fields["traceback"][-LONGEST_TRACEBACK:]
     return SiteFailure(fields["exception"], message, traceback)
 
