@@ -73,9 +73,13 @@ def constructor(name: str, kind: type) -> str:
 
 
 def members(path: str, kind: type) -> Iterator[PublicName]:
-    """The public methods and properties of a class, but for those of its bases that are not ours."""
+    """The public methods and properties of a class, except those of bases that are not ours.
+
+    A method that overrides one of these, such as a trainer's `on_step_end`, is called and documented by their package.
+    """
     ours = [owner for owner in kind.__mro__ if owner.__module__.startswith("fedvitals")]
-    for attribute in sorted({attribute for owner in ours for attribute in vars(owner)}):
+    theirs = {attribute for owner in {*kind.__mro__} - {*ours} for attribute in vars(owner)}
+    for attribute in sorted({attribute for owner in ours for attribute in vars(owner)} - theirs):
         member, name = inspect.getattr_static(kind, attribute), f"{path}.{attribute}"
         if attribute.startswith("_"):
             continue

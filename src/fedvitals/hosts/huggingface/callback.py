@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
 
 from fedvitals.hosts.own_failures import guarded
 from fedvitals.hosts.trainer_watch import TrainerWatch
@@ -49,103 +49,39 @@ class Callback(TrainerCallback):
         self._watch = TrainerWatch(monitor, client, steps, data, loss, settings, held_back=held_back)
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when a training begins; its model is prepared for all processes.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """Begin to watch the model, which is prepared for all processes by now."""
         guarded("beginning a training", lambda: self._watch.begin(kwargs["model"], range(args.world_size)))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when an epoch begins.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """End the round of the epoch before: all its metrics have been logged."""
         guarded("ending a round", self._watch.close_round)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when an optimiser step begins, with the first of its batches.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """Begin a round unless one is open. Called before the first batch of an optimiser step."""
         guarded("ending a round", self._watch.close_round)
         guarded("beginning a round", self._watch.step_begins)
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when an optimiser step is over; its metrics, and an evaluation, may follow.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """Count the step. If an evaluation follows, the round ends once its metrics have been logged."""
         guarded("counting steps", self._watch.step_ended)
         if _evaluates_between_steps(args) and control.should_evaluate:
             guarded("ending a round", self._watch.boundary)
 
     def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when an epoch is over; its metrics, and an evaluation, may follow.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """Let the round end once the metrics that follow, such as those of an evaluation, have been logged."""
         if not _evaluates_between_steps(args):
             guarded("ending a round", self._watch.boundary)
 
-    def on_log(
-        self,
-        args: Any,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: Any,  # noqa: ARG002
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ARG002
-    ) -> None:
-        """Called when the trainer logs metrics.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            logs: The metrics.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Record the metrics that the trainer logs."""
         guarded("logging", lambda: self._watch.log(logs or {}))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when a batch was evaluated: the training before it is over.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """End the round: once a batch has been evaluated, the training before it is over."""
         guarded("ending a round", self._watch.close_round)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called when the training is over.
-
-        Args:
-            args: The trainer's arguments.
-            state: The trainer's state.
-            control: What the trainer does next; it is not changed.
-            kwargs: What else the trainer passes: model, optimizer, ...
-        """
+        """Stop watching the model."""
         guarded("ending a training", self._watch.end)
 
 

@@ -58,48 +58,23 @@ class Callback(LightningCallback):
         self._steps = 0  # of all optimisers so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Called when a training begins; its model is prepared for all processes.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-        """
+        """Begin to watch the model, which is prepared for all processes by now."""
         self._steps = trainer.global_step
         guarded("beginning a training", lambda: self._watch.begin(pl_module, range(trainer.world_size)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Called when a batch begins.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-            batch: The batch.
-            batch_idx: Its number in the epoch.
-        """
+        """Begin a round unless one is open."""
         guarded("ending a round", self._watch.close_round)
         guarded("beginning a round", self._watch.step_begins)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Called when a batch is over; with it an optimiser step, unless gradients are accumulated.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-            outputs: What `training_step` returned.
-            batch: The batch.
-            batch_idx: Its number in the epoch.
-        """
+        """Count the optimiser step; with accumulated gradients not every batch ends one."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             guarded("counting steps", self._watch.step_ended)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Called when a validation begins: the training before it is over.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-        """
+        """End the round: the training before a validation is over."""
         if trainer.sanity_checking:
             return
         if trainer.val_check_batch < trainer.num_training_batches:
@@ -108,42 +83,21 @@ class Callback(LightningCallback):
         guarded("ending a round", self._watch.close_round)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Called when a validation is over, and its metrics are known.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-        """
+        """Record the metrics of the validation."""
         if not trainer.sanity_checking:
             guarded("logging", lambda: self._log(trainer, evaluated=True))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Called when an epoch is over, and its metrics are known.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-        """
+        """Record the metrics of the epoch, and let the round end."""
         guarded("logging", lambda: self._log(trainer, evaluated=False))
         guarded("ending a round", self._watch.boundary)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Called when the training is over.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-        """
+        """Stop watching the model."""
         guarded("ending a training", self._watch.end)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Called when an exception has ended the training.
-
-        Args:
-            trainer: The trainer.
-            pl_module: The module that it trains.
-            exception: The exception.
-        """
+        """Stop watching the model; the exception is recorded with its client."""
         guarded("ending a training", lambda: self._watch.end(exception))
 
     def _log(self, trainer: Any, *, evaluated: bool) -> None:
