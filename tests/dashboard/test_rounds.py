@@ -120,7 +120,7 @@ def test_a_round_that_was_not_timed(tmp_path):
         page = round_page(reader, "bare", 0)
         assert (page.timed, page.lanes, page.seconds) == (False, (), None)
         assert time_costs(reader, "bare").timed is False
-        assert topology_page(reader, "bare").told is False
+        assert topology_page(reader, "bare").has_transfers is False
 
 
 def test_a_round_that_failed_has_no_end(tmp_path):
@@ -181,7 +181,7 @@ def test_costs_are_counted(reader):
     assert {kind.kind: kind.bytes for kind in found.kinds} == {"model": 24.0 * BYTES, "update": 24.0 * BYTES}
     reached = {one.accuracy: one.round for one in found.reached}
     assert reached == {0.8: 3, 0.9: 4, 0.95: 5}
-    assert found.courses[0].values == [4.0 * BYTES] * 6
+    assert found.trends[0].values == [4.0 * BYTES] * 6
 
 
 @pytest.mark.thorough

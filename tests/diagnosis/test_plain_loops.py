@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in a plain loop, as the README shows it, where little is told: no data, or no fault that data show."""
+"""What is found in a plain loop, as the README shows it, where little is known: no data, or no fault that data show."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ import fedvitals as fv
 ROUNDS, CLIENTS, CULPRIT = 11, 8, "c4"
 
 
-def federate(path, *, given=True, noise=0.0, negated_since=None):
+def federate(path, *, with_data=True, noise=0.0, negated_since=None):
     """Train on digits, with one client of noisy inputs, or one that turns its model round before its scope ends."""
     torch.manual_seed(3)
     x, y = load_digits(return_X_y=True)
@@ -30,8 +30,8 @@ def federate(path, *, given=True, noise=0.0, negated_since=None):
                 for name, (inputs, labels) in data.items():
                     local = copy.deepcopy(model)
                     optimizer = torch.optim.Adam(local.parameters(), 0.003)
-                    told = {"data": (inputs, labels), "loss": cross_entropy} if given else {}
-                    with monitor.client(name, local, **told):
+                    known = {"data": (inputs, labels), "loss": cross_entropy} if with_data else {}
+                    with monitor.client(name, local, **known):
                         for batch in torch.randperm(len(labels)).split(20):
                             optimizer.zero_grad()
                             cross_entropy(local(inputs[batch]), labels[batch]).backward()
@@ -50,17 +50,17 @@ def federate(path, *, given=True, noise=0.0, negated_since=None):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("told", "culprits"),
+    ("changes", "culprits"),
     [
-        ({"given": False, "noise": 0.5}, {CULPRIT}),
+        ({"with_data": False, "noise": 0.5}, {CULPRIT}),
         ({"negated_since": 4}, {CULPRIT}),
-        ({"given": False}, set()),
+        ({"with_data": False}, set()),
         ({}, set()),
     ],
     ids=["noisy inputs, no data given", "turned round, data like the others'", "healthy, no data given", "healthy"],
 )
-def test_who_is_named(tmp_path, told, culprits):
-    assert federate(tmp_path / "runs.db", **told) == culprits
+def test_who_is_named(tmp_path, changes, culprits):
+    assert federate(tmp_path / "runs.db", **changes) == culprits
 
 
 @pytest.mark.parametrize("caught", [True, False])

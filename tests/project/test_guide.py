@@ -32,14 +32,14 @@ def words_of(output):
     return CHANGING.sub(" ", output).split()
 
 
-def check_outputs(guide, said):
+def check_outputs(guide, printed_by):
     """Outputs on the page are those of the commands before them: as a whole, or where the page says that something was
     left out, by the words that occur.
     """
     text, blocks = guide.read_text(encoding="utf-8"), blocks_of(guide)
     for command, shown in itertools.pairwise(blocks):
         if command.language in COMMANDS and shown.language in OUTPUT:
-            printed = words_of("\n".join(said[line] for line in command.commands))
+            printed = words_of("\n".join(printed_by[line] for line in command.commands))
             after = text.partition(shown.code)[2].removeprefix("```").lstrip()
             if after.startswith("(") and "left out" in after.partition(")")[0]:
                 assert set(words_of(shown.code)) <= set(printed), shown.place

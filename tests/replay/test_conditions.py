@@ -239,7 +239,7 @@ def test_a_watchpoint_tells_of_changes_alone(ill: Run) -> None:
     hits = [hit for number in history.rounds() for hit in points.check(history, findings, number)]
     assert not any(hit.stops for hit in hits)
     assert [hit.round for hit in hits if hit.number == 1] == [0, 1, 2, 3, 4]  # in round 5 as in round 4
-    assert re.fullmatch(r"accuracy is 0\.3\d+, was 0\.2\d+ in round 0", hits[1].said)
+    assert re.fullmatch(r"accuracy is 0\.3\d+, was 0\.2\d+ in round 0", hits[1].reason)
     assert [hit.round for hit in hits if hit.number == 2] == [4]
     with pytest.raises(ConfigError, match="names no metric"):
         points.watch("something or other happens")

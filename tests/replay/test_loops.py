@@ -85,7 +85,7 @@ def test_a_loop_is_the_same_to_the_last_bit_with_a_tape_and_without(recorded, tm
 def test_the_tape_has_what_the_loop_did(tape, recorded):
     assert tape.rounds == list(range(ROUNDS))
     assert tape.setting.host == "torch"
-    assert tape.setting.told["kind"] == "loop"
+    assert tape.setting.description["kind"] == "loop"
     assert list(tape.setting.layers) == [*recorded.model.state_dict()]
     entry = tape.entry(2)
     assert [came.node for came in entry.came] == [*NODES]

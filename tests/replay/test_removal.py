@@ -92,7 +92,7 @@ def test_a_tape_whose_run_is_gone_is_found_and_can_be_removed(store, capsys):
     aside.rename(tape_folder(store, lost))
     signs = [sign for sign in result(capsys, "doctor", store)["store"] if sign["what"] == "tapes"]
     assert [sign["state"] for sign in signs] == ["fine", "note"]
-    assert f"`fedvitals runs delete {lost}`" in signs[1]["said"]
+    assert f"`fedvitals runs delete {lost}`" in signs[1]["text"]
     with pytest.raises(BusyError, match="written a moment ago"):  # a run that has just begun is not in the store yet
         retention.delete(store, [lost])
     assert lost_tapes(store, [kept]) == {lost: files(tape_folder(store, lost))}

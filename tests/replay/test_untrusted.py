@@ -133,7 +133,7 @@ def header(count: int) -> bytes:
 def tape_with(folder: Path, states: dict[str, dict[str, torch.Tensor]], rounds: int = 1) -> TapeReader:
     """A tape of a plain loop whose rounds all begin with these states."""
     journal, objects = RoundJournal(folder), StateFiles(folder / "objects")
-    journal.set(TapeSettings(run=folder.name, name=folder.name, host="torch", told={"kind": "loop"}))
+    journal.set(TapeSettings(run=folder.name, name=folder.name, host="torch", description={"kind": "loop"}))
     marks = {}
     for name, tensors in states.items():
         marks[name] = state_digest_of(tensors)

@@ -164,8 +164,8 @@ def test_a_log_that_a_reader_kept_is_not_called_the_log_of_a_killed_process(path
         said = signs(path)
         cursor.close()
     assert said["log"].state == "note"
-    assert "kept for a reader" in said["log"].said
-    assert "killed" not in said["writer"].said
+    assert "kept for a reader" in said["log"].text
+    assert "killed" not in said["writer"].text
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ def test_a_damaged_store_of_version_1_is_salvaged_without_inventing_any(tmp_path
 
 def test_a_store_of_version_1_is_examined_mended_and_brought_up_to_date(old):
     signs = {sign.what: sign for sign in examine(old)}
-    assert f"version 1; the next training brings it to {schema.VERSION}" in signs["schema"].said
+    assert f"version 1; the next training brings it to {schema.VERSION}" in signs["schema"].text
     assert not [sign for sign in signs.values() if sign.state == "trouble"]
     mend(old)
     with open_store(old) as store:

@@ -55,21 +55,21 @@ def layer_table(
     known = {name for family, _ in SHOWN for name in reader.history(run).layers(family)}
     if layer not in known:
         raise ConfigError(unknown("layer", layer, sorted(known)[:50]))
-    courses = []
+    series = []
     for family, statistic in (*SHOWN, ("gradient", "nans"), ("gradient", "infs")):
         if layer not in reader.history(run).layers(family):
             continue
         rounds, nodes, values = reader.history(run).matrix(family, statistic, layer)
         picked = chosen(rounds)
         places = [list(rounds).index(number) for number in picked]
-        course: dict[str, Any] = {"family": family, "statistic": statistic, "rounds": picked}
+        row: dict[str, Any] = {"family": family, "statistic": statistic, "rounds": picked}
         if client is not None and client in nodes:
             own = list(nodes).index(client)
-            course["client"] = values[places, own].tolist()
+            row["client"] = values[places, own].tolist()
             values = np.delete(values, own, axis=1)
-        course["median_client"] = _medians(values)[places].tolist()
-        courses.append(course)
-    return {"layer": layer, "courses": courses}
+        row["median_client"] = _medians(values)[places].tolist()
+        series.append(row)
+    return {"layer": layer, "series": series}
 
 
 def _medians(values: Array) -> Array:

@@ -146,19 +146,19 @@ class Tools:
             raise ConfigError(f"The client has no sign '{sign}'. Call `evidence` for the signs that there are.")
         rows.sort(key=lambda row: order(row[0]))
         points = POINTS if sign is None else 60
-        courses = []
+        signs = []
         for deviation, measured in rows[: 1 if sign else 12]:
             own_rounds, values = measured.matrix[node]
             usual = dict(zip(measured.matrix.rounds, measured.matrix.band().median, strict=True))
             chosen_rounds = _spread(own_rounds, points)
             by_round = dict(zip(own_rounds, values, strict=True))
-            courses.append(
+            signs.append(
                 _row(deviation)
                 | {"rounds": chosen_rounds, "values": [by_round[r] for r in chosen_rounds]}
                 | {"median_client": [usual[r] for r in chosen_rounds]}
             )
         return self._encode(
-            {"run": chosen, "client": node, "attended_rounds": len(attended), "failures": failed, "signs": courses}
+            {"run": chosen, "client": node, "attended_rounds": len(attended), "failures": failed, "signs": signs}
         )
 
     def layer(
@@ -168,7 +168,8 @@ class Tools:
         client: Annotated[str | None, Field(max_length=1000, description="One client beside the others.")] = None,
     ) -> str:
         """Show the gradients, updates and weights of the model's layers: how each changed from the first rounds to the
-        newest, and NaN or infinite values; for one layer, its courses; with `client`, that one against the others."""
+        newest, and NaN or infinite values; for one layer, its values over the rounds; with `client`, that one against
+        the others."""
         with self._open() as reader:
             chosen = queries.find_run(reader, run)
             node = None if client is None else _known_client(reader, chosen, client)

@@ -141,13 +141,13 @@ def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[T
     return above, below
 
 
-def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
-    """Plot series over the rounds on one log axis, with a level for 0 and one for values that are not finite.
+def log_plot(series: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
+    """Plot values over the rounds on one log axis, with a level for 0 and one for values that are not finite.
 
     One letter per run; where several coincide, `SEVERAL`.
     """
-    rounds = sorted({number for series in courses for number in series})
-    values = [value for series in courses for value in series.values()]
+    rounds = sorted({number for own in series for number in own})
+    values = [value for own in series for value in own.values()]
     positive = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
     if not rounds:
         return []
@@ -160,8 +160,8 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
     levels = ["∞"] * any(not math.isfinite(value) for value in values) + [*range(height - 1, -1, -1)]
     levels += ["0"] * any(value <= 0 for value in values)
     cells: dict[tuple[object, int], set[str]] = {}
-    for letter, series in zip(letters, courses, strict=False):
-        for number, value in series.items():
+    for letter, own in zip(letters, series, strict=False):
+        for number, value in own.items():
             level: object = "∞" if not math.isfinite(value) else "0" if value <= 0 else None
             if level is None:
                 level = round((math.log10(value) - low) / (high - low) * (height - 1))

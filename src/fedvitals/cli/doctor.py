@@ -226,7 +226,7 @@ def _print(here: list[Sign], signs: list[Sign], done: list[str], *, mend: bool) 
             continue
         table = new_table(show_header=False, title=title, title_justify="left")
         for sign in group:
-            table.add_row(sign.what, f"[{COLOURS[sign.state]}]{sign.state}[/]", shown(sign.said))
+            table.add_row(sign.what, f"[{COLOURS[sign.state]}]{sign.state}[/]", shown(sign.text))
         console.print(table, "")
     for line in done:
         console.print(f"Mended: {shown(line)}", soft_wrap=True)

@@ -60,9 +60,9 @@ def draw_evidence(evidence: Evidence, case: Case, rounds: Sequence[int]) -> Figu
 
 def _draw(axes: Any, plot: Plot) -> None:
     spread = [] if plot.band is None else [numbers(plot.band.min), numbers(plot.band.max)]
-    courses = [numbers(values) for curve in plot.lines for values in (curve.low, curve.high)]
+    edges = [numbers(values) for curve in plot.lines for values in (curve.low, curve.high)]
     limit = [] if plot.threshold is None else [np.array([plot.threshold.value])]
-    height = Height("linear" if plot.scale == "linear" else "log", np.concatenate([*spread, *courses, *limit]))
+    height = Height("linear" if plot.scale == "linear" else "log", np.concatenate([*spread, *edges, *limit]))
     if plot.band is not None:
         draw_band(axes, plot.band, height)
     ends: list[End] = []

@@ -45,7 +45,7 @@ def topology(run: Which, round_index: int | None = None, *, store: Target = None
     all_named = len(page.nodes) <= NAMED
     for node in page.nodes:
         _dot(axes, node, places[node.name], named=all_named or node.role != "client" or node.health in SEVERITY)
-    moved = f"{size(page.bytes)} moved" if page.told else "no transfers were recorded"
+    moved = f"{size(page.bytes)} moved" if page.has_transfers else "no transfers were recorded"
     note = f"{page.took_part} of {page.clients} clients took part; {moved}"
     head(axes, f"{words(page.topology or page.kind, 30)}, round {page.round}", note)
     axes.set_aspect("equal", adjustable="datalim")

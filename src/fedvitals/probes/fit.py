@@ -223,10 +223,10 @@ def labels_tensor(data: Any) -> Tensor | None:
         return labels
     places = samples.spread_indices(len(labels), CHECKED_LABELS, 0)
     try:
-        given = samples.read(data, places)[1]
+        read = samples.read(data, places)[1]
     except (UnsuitedError, TypeError, ValueError, RuntimeError):
         return None  # samples that make no batch
-    return labels if torch.equal(given.cpu(), labels[places].to(given.dtype).cpu()) else None
+    return labels if torch.equal(read.cpu(), labels[places].to(read.dtype).cpu()) else None
 
 
 def _own_labels(data: Any) -> Tensor | None:

@@ -417,7 +417,7 @@ class ClientSession:
             raise
         self.results.take(metrics)
         if not self._instruments.preset.brief:
-            self._guarded("describing a client's data", self._tell_data)
+            self._guarded("describing a client's data", self._report_data)
             self._tell_labels()
 
     # -- weights that are loaded inside the scope ---------------------------------------------------------------------
@@ -473,13 +473,13 @@ class ClientSession:
         self.results.take({"label.entropy": label_entropy(labels)})
         self.results.remarks.append(labels_remark(labels))
 
-    def _tell_data(self) -> None:
+    def _report_data(self) -> None:
         """Report a description of the client's data when first seen, and again when they change."""
-        told = self._instruments.data.look(self._view.node or "", self._view.data)
-        if told is not None:
+        report = self._instruments.data.look(self._view.node or "", self._view.data)
+        if report is not None:
             self._data_changed = True
-            self.results.take(told[0])
-            self.results.remarks.append(told[1])
+            self.results.take(report[0])
+            self.results.remarks.append(report[1])
 
     def _fit_after(self) -> None:
         assert self._batch is not None  # noqa: S101 - asked by the caller

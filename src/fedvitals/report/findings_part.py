@@ -145,7 +145,7 @@ def _notes(reader: Reader, run: str, findings: Findings) -> list[Block]:
 
 def _list(rest: Sequence[CaseCard], title: str, note: str) -> Table:
     rows = tuple(
-        (marked(card.severity), literal(card.title), literal(card.place), literal(card.sure), literal(card.course))
+        (marked(card.severity), literal(card.title), literal(card.place), literal(card.sure), literal(card.timeline))
         for card in rest
     )  # fmt: skip
     return Table(title, ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
@@ -160,7 +160,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
     facts = (
         ("issue", literal(brief.issue)),
         ("severity", f"{literal(brief.severity)}{state}"),
-        ("when", literal(brief.course)),
+        ("when", literal(brief.timeline)),
         ("how sure", f"{literal(brief.sure)}{exact}"),
         *((("of what", literal(levels_in_words(case))),) if brief.levels else ()),
         *(

@@ -45,17 +45,17 @@ class StackRequests:
 
     def answers(self) -> dict[str, dict[str, str]]:
         """Return the stacks of the clients' processes that have answered, by client and thread."""
-        found: dict[str, dict[str, str]] = {}
+        stacks_by_client: dict[str, dict[str, str]] = {}
         if not self._asked or not _is_own(self._folder):
-            return found
+            return stacks_by_client
         for path in self._folder.glob("*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 if path.stat().st_size <= ANSWER_BYTES:
                     answer = json.loads(path.read_text(encoding="utf-8"))
                     threads = [*answer["stacks"].items()][:MOST_THREADS]
                     stacks = {printable(str(name)): printable(str(stack))[:MOST_CHARACTERS] for name, stack in threads}
-                    found |= {printable(str(node)): stacks for node in answer["nodes"]}
-        return found
+                    stacks_by_client |= {printable(str(node)): stacks for node in answer["nodes"]}
+        return stacks_by_client
 
     def close(self) -> None:
         """Remove the folder, if this process has created it."""

@@ -182,8 +182,8 @@ def _compare(file: int, start: bytes, sums: Sums, log: Log, report: Report) -> N
     if sums.page_size != page_size_in(start):
         report.problems.append("the file's header is damaged")
         return
-    found = checksums_of(file, sums.page_size, len(sums.pages))
-    wrong = np.flatnonzero((found != sums.pages).any(axis=1) & (sums.pages != UNKNOWN).any(axis=1)) + 1
+    actual = checksums_of(file, sums.page_size, len(sums.pages))
+    wrong = np.flatnonzero((actual != sums.pages).any(axis=1) & (sums.pages != UNKNOWN).any(axis=1)) + 1
     report.damaged_pages = [page for page in wrong.tolist() if page not in log.frame_of]
     if report.damaged_pages:
         count, total = len(report.damaged_pages), len(sums.pages)

@@ -55,14 +55,14 @@ def cases_of(
     if number is not None:
         findings = records_of_kind(reader, run, Finding, page=PAGE)
         by_case = group_findings(f for f in findings if f.where.round is not None and f.where.round <= number)
-        found = _cases_from(reader, run, by_case, number, rounds)
+        cases = _cases_from(reader, run, by_case, number, rounds)
     else:
         grouped = remembered(reader, "findings", run, None, _GroupedFindings)
         with grouped.lock:
             grouped.read(reader, run)
-            found = _cases_from(reader, run, grouped.by_case, None, rounds)
-    found = _weighed_by_damage(reader, run, found)
-    return found if notes else [case for case in found if is_trouble(case)]
+            cases = _cases_from(reader, run, grouped.by_case, None, rounds)
+    cases = _weighed_by_damage(reader, run, cases)
+    return cases if notes else [case for case in cases if is_trouble(case)]
 
 
 def _weighed_by_damage(reader: Reader, run: str, cases: list[Case]) -> list[Case]:
@@ -224,7 +224,7 @@ class Brief:
     since: int | None  # as reported by the detector, else the first round in which it was seen
     last: int | None
     still_there: bool
-    course: str  # since when, how often, whether it is still there
+    timeline: str  # since when, how often, whether it is still there
     alternatives: tuple[tuple[str, float], ...]  # titles of other issues that it may be, with their probabilities
     levels: tuple[CauseLevel, ...]  # something is wrong, of which family, the exact cause; empty if no causes are known
     looks: str  # what looks wrong, if the exact cause is below 50 %; else empty
@@ -269,7 +269,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         label=labels.get(case.node or "", ""),
         sure=sure(case),
         since=since_of(case),
-        course=case.timeline,
+        timeline=case.timeline,
         alternatives=tuple((_title(issue), chance) for issue, chance in case.alternatives),
         levels=levels_of(case),
         looks=what_looks_wrong(case),

@@ -99,10 +99,10 @@ class Matrix:
         if key in self._known:
             known: T = self._known[key]
             return known
-        made = make()
+        computed = make()
         if keep:
-            self._known[key] = made
-        return made
+            self._known[key] = computed
+        return computed
 
     def grown(self, rounds: Sequence[int], unchanged: int) -> Matrix:
         """Return a copy with room for later rounds. Results for each of the first `unchanged` rounds are kept."""

@@ -135,7 +135,7 @@ def _layer(reader: Reader, run: str, case: Case, sign: Sign) -> str | None:
 
 
 Own = Mapping[str | None, tuple[Sequence[int], Sequence[float]]]
-"""Courses of whoever is no client: None is the federation."""
+"""The values over the rounds of nodes that are not clients; None is the federation."""
 
 
 def _measured(reader: Reader, run: str, sign: Sign, layer: str | None) -> tuple[Matrix, Own]:
@@ -143,7 +143,7 @@ def _measured(reader: Reader, run: str, sign: Sign, layer: str | None) -> tuple[
     history = reader.history(run)
     if layer is None:
         wholes = {who: history.series(sign.name, who) for who in (None, "server")}
-        return metric_matrix(reader, run, sign.name), {who: course for who, course in wholes.items() if course[0]}
+        return metric_matrix(reader, run, sign.name), {who: values for who, values in wholes.items() if values[0]}
     rounds, nodes, values = history.matrix(sign.name, sign.statistic, layer)
     clients = [i for i, node in enumerate(nodes) if is_client(node)]
     whole: dict[str | None, tuple[Sequence[int], Sequence[float]]] = {
@@ -243,9 +243,9 @@ def _summed_evidence(reader: Reader, run: str, case: Case, points: int) -> Plot 
             limits |= {str(view): value for view, limit in stated.items() if (value := number_of(limit)) is not None}
     lines = [
         bucketed(
-            "evidence", case.node, f"by {view}", sorted(course), np.array([course[n] for n in sorted(course)]), points
+            "evidence", case.node, f"by {view}", sorted(values), np.array([values[n] for n in sorted(values)]), points
         )
-        for view, course in sums.items()
+        for view, values in sums.items()
     ]
     if not lines:
         return None

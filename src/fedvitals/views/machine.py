@@ -30,7 +30,7 @@ class Throughput:
     node: str
     samples_per_second: float  # median over its rounds
     epoch_seconds: float | None  # for its whole data set at this pace; None: its size is unknown
-    course: ValuesByRound
+    by_round: ValuesByRound
 
 
 @dataclass(frozen=True, slots=True)

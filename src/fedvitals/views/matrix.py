@@ -43,14 +43,14 @@ def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     gathered = reader.database.dialect.gathered
     rounds, values, who = array("q"), array("d"), list[Whole]()
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
-    for round_index, nodes, told in metrics.gathered_by_round(reader, run, name, until):
+    for round_index, nodes, packed in metrics.gathered_by_round(reader, run, name, until):
         if nodes != before[0]:  # usually the same as in the previous round
             before = nodes, np.array(gathered(nodes), np.int64)
             if len(np.unique(before[1])) < len(before[1]):  # a node reported twice in one round
                 return _read_newest(reader, run, name, until)
         rounds.append(round_index)
         who.append(before[1])
-        values.frombytes(np.array(gathered(told), float).tobytes())
+        values.frombytes(np.array(gathered(packed), float).tobytes())
     if not rounds:
         return _Held(np.empty(0, np.int64), EMPTY)
     columns = np.repeat(np.array(rounds, np.int64), [*map(len, who)])

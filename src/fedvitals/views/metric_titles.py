@@ -146,7 +146,7 @@ TITLES = {
 
 def in_words(text: str) -> str:
     """Return a text of the catalogue or of the issues with metrics by their titles, where it has ids in backticks."""
-    return re.sub(r"`([^`]+)`", lambda found: TITLES.get(found[1], found[1]), text)
+    return re.sub(r"`([^`]+)`", lambda match: TITLES.get(match[1], match[1]), text)
 
 
 def metric_title(name: str) -> str:

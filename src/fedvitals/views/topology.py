@@ -88,7 +88,7 @@ class TopologyPage:
     bytes: float
     kinds: tuple[KindBytes, ...]
     changed: tuple[int, ...]  # rounds in which the groups changed
-    told: bool  # whether any transfer of this round was recorded
+    has_transfers: bool  # whether any transfer of this round was recorded
 
 
 def topology_page(reader: Reader, run: str, number: int | None = None, *, most: int | None = None) -> TopologyPage:
@@ -127,7 +127,7 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
         bytes=sum(message[3] for message in messages),
         kinds=_kinds(messages),
         changed=tuple(changed[-SHARED:]),
-        told=bool(messages),
+        has_transfers=bool(messages),
     )
 
 

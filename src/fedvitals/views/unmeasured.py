@@ -70,13 +70,13 @@ def seldom_measured(reader: Reader, run: str, preset: str, rounds: Sequence[int]
     counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
     values = values_in_rounds(reader, run, SAMPLED, rounds[-LOOKED_AT:]) if rounds else {}
     budgets = BUDGETS.get(preset.partition("+")[0], {})
-    found = []
+    unmeasured = []
     for name, probe in TAKING_TURNS.items():
         if name in counts:
             samples = [v for (own, _), by_node in values.items() if own == name for v in by_node.values()]
             common = median(samples) if samples else None
-            found.append(Seldom(probe, counts[name], counts.get("steps", 0), common, budgets.get(probe)))
-    return found
+            unmeasured.append(Seldom(probe, counts[name], counts.get("steps", 0), common, budgets.get(probe)))
+    return unmeasured
 
 
 def absent_metrics(reader: Reader, run: str, seen: Collection[str], *, level: int, hides: bool) -> dict[str, str]:

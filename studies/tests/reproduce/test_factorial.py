@@ -95,7 +95,7 @@ def test_before_every_cell_is_complete_nothing_is_the_likeliest(whole):
 
 def test_between_equal_scores_more_single_checks_decide_then_the_order():
     def standing(reading, score, held):
-        return factorial.Standing(reading, (), 5, score, held)
+        return factorial.ReadingScore(reading, (), 5, score, held)
 
     first, second, third = READINGS[:3]
     ranked = sorted(

@@ -90,7 +90,7 @@ def check_kept(store: Path, run: str) -> None:
     with open_reader(store) as reader:
         summary = queries.summary_of(reader, run)
         assert (summary.host, summary.clients, summary.lost) == ("flower", 3, 0)
-        assert (summary.finished is None) == any("killed" in sign.said for sign in signs), signs
+        assert (summary.finished is None) == any("killed" in sign.text for sign in signs), signs
         if summary.finished is not None:
             assert any(event.name == "round.failed" for event in queries.records(reader, run, Event))
         rounds = [span.where.round for span in queries.records(reader, run, Span) if span.name == "round"]

@@ -293,7 +293,7 @@ def test_doctor_knows_which_flower_is_supported(monkeypatch, version, state, wor
     monkeypatch.setattr(doctor, "_version", lambda _: version)
     sign = next(sign for sign in doctor.environment() if sign.what == "flower")
     assert sign.state == state
-    assert words in sign.said
+    assert words in sign.text
 
 
 def marked(mark: str) -> list[psutil.Process]:

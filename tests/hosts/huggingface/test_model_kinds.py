@@ -40,13 +40,13 @@ def penalised_adapters():
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft 0.21 of transformers 5.23
 @pytest.mark.parametrize(
-    ("made", "moved", "utilised"),
+    ("build", "moved", "utilised"),
     [(mixture_of_experts, 1, False), (encoder_and_decoder, 0, False), (penalised_adapters, 1, True)],
 )
-def test_perplexity_is_that_of_the_predicted_tokens_alone(monkeypatch, tmp_path, made, moved, utilised):
+def test_perplexity_is_that_of_the_predicted_tokens_alone(monkeypatch, tmp_path, build, moved, utilised):
     monkeypatch.setenv(PEAK, "1e9")
     torch.manual_seed(0)
-    model, sink = made(), MemorySink()
+    model, sink = build(), MemorySink()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     ids = torch.randint(1, VOCABULARY, (4, 8))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
@@ -57,7 +57,7 @@ def test_perplexity_is_that_of_the_predicted_tokens_alone(monkeypatch, tmp_path,
         optimizer.step()
     logits, targets = output.logits[:, : 8 - moved].flatten(0, 1), labels[:, moved:].flatten()
     own = float(functional.cross_entropy(logits.detach(), targets))
-    if made is not encoder_and_decoder:
+    if build is not encoder_and_decoder:
         assert output.loss.item() > own + 0.1
     assert sink.value("perplexity.before", node="c0") == pytest.approx(math.exp(own), rel=1e-4)
     assert sink.value("tokens", node="c0") == 32

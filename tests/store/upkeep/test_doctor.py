@@ -167,7 +167,7 @@ def test_a_store_that_is_being_written_is_examined_but_not_mended(path):
     )
     writer.stdout.readline()
     assert states(path)["writer"] == "fine"
-    assert f"process {writer.pid} writes it" in [sign.said for sign in examine(path)]
+    assert f"process {writer.pid} writes it" in [sign.text for sign in examine(path)]
     with pytest.raises(StoreError, match=f"being written by process {writer.pid}"):
         mend(path)
     writer.communicate()

@@ -80,7 +80,7 @@ def verify(
 
     if node is not None:
         raise click.UsageError(AT_THE_SITE)
-    app_settings: dict[str, Any] = session.tape.setting.told.get("app") or {}
+    app_settings: dict[str, Any] = session.tape.setting.description.get("app") or {}
     chosen = None
     if app is not None or strategy is not None:
         chosen = strategy_of(Path(app or "."), app_settings, strategy)

@@ -75,7 +75,7 @@ class MemoryPage:
     clients: tuple[Bytes, ...]  # the largest first
     of: str  # metric of the list of clients: «memory.tensors» or «memory.resident»
     grown: tuple[Bytes, ...]  # growth of the process while one client trained, over all rounds
-    courses: tuple[Trend, ...]  # of the largest and of the median client
+    trends: tuple[Trend, ...]  # of the largest and of the median client
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class TrafficPage:
     sent: float  # by clients
     received: float
     between: float  # sent by the server and by edges, clusters and rings
-    courses: tuple[Trend, ...]
+    trends: tuple[Trend, ...]
     clients: tuple[ClientBytes, ...]  # ordered by bytes transferred, the most first
     total_clients: int
     kinds: tuple[Messages, ...]  # of the newest rounds

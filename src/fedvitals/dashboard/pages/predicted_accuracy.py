@@ -40,7 +40,7 @@ def predicted_score(
     reader: Reader, run: str, index: Opened, recorded: Tensor, changed: Tensor
 ) -> PredictedScore | None:
     """Test both models; None if there is no experiment, no data, or too much to compute for a page."""
-    text = index.tape.setting.told.get("experiment")
+    text = index.tape.setting.description.get("experiment")
     if not isinstance(text, str):
         return None
     try:

@@ -209,7 +209,7 @@ def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any],
     notes = []
     if entry.notes.get("actions"):
         notes.append("Corrections that were in force are not applied here.")
-    text = tape.setting.told.get("experiment")
+    text = tape.setting.description.get("experiment")
     if not isinstance(text, str):
         return FedAvg(), {}, [*notes, "The run's own rule is not on the tape: the mean by samples stands for it."]
     try:

@@ -63,7 +63,7 @@ def findings(
 
 @router.get("/api/runs/{run}/findings/{key:path}/evidence", Evidence)
 def evidence(request: Request, run: RunPath, key: KeyPath) -> Response:
-    """The courses behind one trouble: its suspects over their cohort."""
+    """The values behind one case: its suspects over the other clients."""
     return answer(request, run, findings_view.evidence_of_key, key)
 
 

@@ -330,7 +330,7 @@ class CorrectionTrials:
         return current
 
 
-# Did it help? A correction is judged by the course of the global loss, against the run's own trend before it.
+# Did it help? A correction is judged by the trend of the global loss, against the run's own trend before it.
 #
 # Losses are compared as logarithms, so that halving counts the same early and late. The log loss of a run that learns
 # falls along a line; a correction of the whole run must beat that line, which a healthy, slowing run does not do.

@@ -124,19 +124,19 @@ def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]
 @shared
 def _outstanding(history: History, round_index: int) -> Mapping[Node, _Sign]:
     """Return the clients that stand out in a round, with the sign that shows it."""
-    found: dict[Node, _Sign] = {}
+    outliers: dict[Node, _Sign] = {}
     entropies = peer_statistic(history, round_index, "class_entropy")
     if not entropies or median(entropies.values()) < MIXED:
-        return found
+        return outliers
     for sign in SIGNS:
         values = history.latest(sign.name, round_index)
         ranked = sorted(values, key=lambda node: -values[node])
         for count in range(sign.fewest, int(MOST * len(ranked)) + 1 if len(ranked) >= FEWEST else 0):
             last, following = values[ranked[count - 1]], values[ranked[count]]
             if last >= max(sign.limit, following + sign.gap, sign.times * following):
-                found = {**dict.fromkeys(ranked[:count], sign), **found}
+                outliers = {**dict.fromkeys(ranked[:count], sign), **outliers}
                 break
-    return found
+    return outliers
 
 
 DETECTORS: tuple[Detector, ...] = (trained_in_triggers,)

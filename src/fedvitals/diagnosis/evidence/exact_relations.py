@@ -70,18 +70,20 @@ def exact_relations(history: History, round_index: int) -> dict[Node, ExactRelat
     relations = _colluding(history, round_index)
     factors = history.latest("update.factor", round_index)
     ages = history.latest("update.base_age", round_index)
-    told: dict[Node, ExactRelation] = {}
+    own_relations: dict[Node, ExactRelation] = {}
     for node, distance in update_mismatches(history, round_index).items():
         if distance <= MISMATCH_LIMIT or node in relations:
             continue
         if abs(factors.get(node, 1.0) - 1) > NEARLY_ONE:
-            told[node] = _multiplied(history, round_index, node, factors[node])
+            own_relations[node] = _multiplied(history, round_index, node, factors[node])
         elif node in ages:
-            told[node] = ExactRelation("stale", rounds=int(ages[node]))
+            own_relations[node] = ExactRelation("stale", rounds=int(ages[node]))
         elif (relation := _sparsified(history, round_index, node)) is not None:
-            told[node] = relation
-    few = _of_few(history, round_index, told)
-    return _opposed(history, round_index) | relations | few | _repeated(history, round_index, {*relations, *told})
+            own_relations[node] = relation
+    few = _of_few(history, round_index, own_relations)
+    return (
+        _opposed(history, round_index) | relations | few | _repeated(history, round_index, {*relations, *own_relations})
+    )
 
 
 def _of_few(history: History, round_index: int, relations: dict[Node, ExactRelation]) -> dict[Node, ExactRelation]:

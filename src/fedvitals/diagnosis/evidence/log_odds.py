@@ -83,7 +83,7 @@ class BoostedTrees:
         values = np.take(np.ascontiguousarray(feature_rows.T), splits.feature, axis=0)  # [splits, trees, rows]
         goes_right = (values > splits.limit) | (np.isnan(values) & splits.missing_right)
         ruled_out = np.bitwise_or.reduce(goes_right * splits.left_leaves, axis=0)
-        reached = ~ruled_out & (ruled_out + splits.one)  # the lowest bit that is not set
+        reached = ~ruled_out & (ruled_out + splits.unit)  # the lowest bit that is not set
         first = np.frexp(reached.astype(np.float64))[1] - 1
         leaves = np.take_along_axis(splits.leaf_values, first, axis=1)
         return np.asarray(np.ascontiguousarray(leaves.T).sum(axis=1) + self.baseline)
@@ -115,7 +115,7 @@ class _Splits:
     limit: Array
     missing_right: npt.NDArray[np.bool_]
     left_leaves: npt.NDArray[Any]  # ruled out if the answer is «right»
-    one: Any
+    unit: Any
     leaf_values: Array  # [trees, leaves]
 
 

@@ -42,8 +42,8 @@ def watch_folder(folder: Path, settings: WatchSettings) -> None:
     site = {**shared, "tracebacks": settings.tracebacks}
     for file, config in configs.items():
         path, arguments = (SERVER_PATH, server) if file.name == SERVER_FILE else (SITE_PATH, site)
-        given = {name: value for name, value in arguments.items() if value is not None}
-        config.setdefault("components", []).append({"id": ID, "path": path, "args": given})
+        args = {name: value for name, value in arguments.items() if value is not None}
+        config.setdefault("components", []).append({"id": ID, "path": path, "args": args})
         file.write_text(json.dumps(config, indent=4), encoding="utf-8")
 
 

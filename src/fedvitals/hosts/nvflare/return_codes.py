@@ -40,5 +40,5 @@ def client_failure_of(node: str, code: str, task: str, failure: SiteFailure | No
     data["exception"] = failure.exception
     if failure.traceback:
         data["traceback"] = failure.traceback
-    said = f": {failure.message}" if failure.message else ""
-    return ClientFailure(f"{failure.exception}{said}", data)
+    message = f": {failure.message}" if failure.message else ""
+    return ClientFailure(f"{failure.exception}{message}", data)

@@ -24,8 +24,8 @@ from fedvitals.lab.data.tabular import Tabular, TimeSeries
 from fedvitals.lab.data.text import Text
 from fedvitals.lab.streams import stream
 
-MADE = (Digits, Synthetic, Tabular, TimeSeries, Text)  # without files of their own
-DATASETS = (*MADE, GTSRB, FashionMNIST, CIFAR10)
+GENERATED = (Digits, Synthetic, Tabular, TimeSeries, Text)  # without files of their own
+DATASETS = (*GENERATED, GTSRB, FashionMNIST, CIFAR10)
 
 DatasetDescription = Digits | Synthetic | Tabular | TimeSeries | Text | GTSRB | FashionMNIST | CIFAR10
 
@@ -125,7 +125,7 @@ _remembered: dict[Any, Dataset] | None = None
 def _load(described: DatasetDescription | Arrays, folder: str | os.PathLike[str] | None, cache: Path | None) -> Dataset:
     if isinstance(described, Arrays):
         arrays, known_digest = described, None
-    elif isinstance(described, MADE):
+    elif isinstance(described, GENERATED):
         arrays, known_digest = described.make(), None
     else:
         sources, read = described.find(search_folders(folder))
@@ -143,7 +143,7 @@ def download(name: str, folder: str | os.PathLike[str] | None = None, progress: 
     paths.
     """
     described = dataset_named(name)
-    if isinstance(described, MADE):
+    if isinstance(described, GENERATED):
         return []
     target = download_folder() if folder is None else Path(folder)
     return [fetch(source, target, progress) for source in described.sources]

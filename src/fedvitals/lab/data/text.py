@@ -69,20 +69,20 @@ class Text(Description, frozen=True):
         """Return the text of the largest packages, by name, in the order of their names."""
         if not root.is_dir():
             raise ConfigError(f"There is no folder {root} for the data set text.")
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         for package in sorted(root.iterdir()):
             if package.is_dir() and package.name not in EXCLUDED and not package.name.startswith("."):
                 files = [file for file in sorted(package.rglob(self.pattern)) if not EXCLUDED & {*file.parts}]
                 text = _read(files, self.package_bytes)
                 if len(text) >= 20 * (self.steps + 1):
-                    found[package.name] = text
-        if not found:
+                    contents[package.name] = text
+        if not contents:
             raise ConfigError(
                 f"No subfolder of {root} has {20 * (self.steps + 1)} bytes of files named {self.pattern}: a package is "
                 "a subfolder, and each client needs some blocks of it. Take a smaller `steps`, or another `pattern`."
             )
-        largest = sorted(found, key=lambda name: (-len(found[name]), hashlib.sha256(name.encode()).digest()))
-        return {name: found[name] for name in sorted(largest[: self.packages])}
+        largest = sorted(contents, key=lambda name: (-len(contents[name]), hashlib.sha256(name.encode()).digest()))
+        return {name: contents[name] for name in sorted(largest[: self.packages])}
 
 
 def _read(files: list[Path], limit: int) -> bytes:

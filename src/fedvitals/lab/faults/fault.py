@@ -123,11 +123,11 @@ class Fault(Description, frozen=True, kw_only=True):
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
         fits = self.nodes != "all" or not self.needs_others
         require(fits, f"nodes of {name}", self.nodes, "a list of some of the clients")
-        self._check_course(name)
+        self._check_growth(name)
         for field, check in _limit_checks(type(self)):
             check(self, field)
 
-    def _check_course(self, name: str) -> None:
+    def _check_growth(self, name: str) -> None:
         for field in ("every", "ramp"):
             value = getattr(self, field)
             good = value is None or (_is_whole_number(value) and value >= 1)
@@ -135,9 +135,12 @@ class Fault(Description, frozen=True, kw_only=True):
         if self.ramp is not None:
             grows = self.strength_field
             require(grows is not None, f"ramp of {name}", self.ramp, "left out: it has no strength that could grow")
-            given = grows is not None and getattr(self, grows) is not None
+            has_strength = grows is not None and getattr(self, grows) is not None
             require(
-                given, f"ramp of {name}", self.ramp, f"left out, or go with a number of {grows}: that is what grows"
+                has_strength,
+                f"ramp of {name}",
+                self.ramp,
+                f"left out, or go with a number of {grows}: that is what grows",
             )
 
     def active(self, round_index: int, node: Node) -> bool:

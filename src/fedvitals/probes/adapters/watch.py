@@ -361,8 +361,8 @@ def _whole(rows: Array, scale: float | None) -> dict[str, float]:
     means = ("effective_rank", "stable_rank", "energy_above", "energy_kept")
     metrics = {f"adapter.{name}": columns[name] for name in means}
     metrics |= {"adapter.product_error": columns["error"], "adapter.product_error_by_rank": columns["error_by_rank"]}
-    told = {name: float(np.nanmean(v)) for name, v in metrics.items() if not np.isnan(v).all()}
+    measured = {name: float(np.nanmean(v)) for name, v in metrics.items() if not np.isnan(v).all()}
     for name in ("change", "drift"):
-        told[f"adapter.{name}"] = math.sqrt(np.nansum(columns[name] ** 2))
-    told["adapter.unmoved"] = float((columns["moved"] == 0).sum())
-    return told if scale is None else {**told, "adapter.scale": scale}
+        measured[f"adapter.{name}"] = math.sqrt(np.nansum(columns[name] ** 2))
+    measured["adapter.unmoved"] = float((columns["moved"] == 0).sum())
+    return measured if scale is None else {**measured, "adapter.scale": scale}

@@ -409,7 +409,7 @@ class StackSession:
         metrics, self._batches = self._fit.received(self._stack, self._model, self._turn)
         self._put_all(metrics)
         if labels is not None and not self._instruments.preset.brief:
-            self._guarded("describing clients' data", self._tell_data)
+            self._guarded("describing clients' data", self._report_data)
             self._tell_labels(labels)
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
@@ -429,14 +429,14 @@ class StackSession:
             self._columns.remarks.append((row, labels_remark(histogram)))
         self._columns.put("label.entropy", [*entropies.values()], np.array([*entropies], np.intp))
 
-    def _tell_data(self) -> None:
+    def _report_data(self) -> None:
         """Report a description of each client's data when first seen, and again when they change."""
         stack = self._stack
         if stack.inputs is None or stack.labels is None:
             return
-        told = self._instruments.data.look_at_all(stack.nodes, stack.inputs, stack.labels)
-        self._changed_rows = told.keys()
-        for row, (metrics, remark) in told.items():
+        reports = self._instruments.data.look_at_all(stack.nodes, stack.inputs, stack.labels)
+        self._changed_rows = reports.keys()
+        for row, (metrics, remark) in reports.items():
             for name, value in metrics.items():
                 self._columns.put(name, [value], np.array([row], np.intp))
             self._columns.remarks.append((row, remark))

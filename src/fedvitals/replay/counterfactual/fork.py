@@ -88,8 +88,8 @@ def fork(
     kept = {key: tensor.clone() for key, tensor in player.engine().optimizers().items()}
 
     def engine(site: Site) -> Engine:
-        where = (str(settings.told.get("device", "cpu")), str(settings.told.get("precision", "float32")))
-        restored = Engine(site, str(settings.told["engine"]), player.workers, *where)
+        where = (str(settings.description.get("device", "cpu")), str(settings.description.get("precision", "float32")))
+        restored = Engine(site, str(settings.description["engine"]), player.workers, *where)
         restored.restore_optimizers(kept)
         return restored
 

@@ -39,13 +39,13 @@ class Hit:
     number: int
     round: int
     text: str
-    said: str  # what was seen, with numbers
+    reason: str  # what was seen, with numbers
     stops: bool = True
 
     def __str__(self) -> str:
         if not self.number:
-            return f"Round {self.round}: {self.said}"
-        return f"{'Breakpoint' if self.stops else 'Watchpoint'} {self.number}, round {self.round}: {self.said}"
+            return f"Round {self.round}: {self.reason}"
+        return f"{'Breakpoint' if self.stops else 'Watchpoint'} {self.number}, round {self.round}: {self.reason}"
 
 
 Hits = list[Hit]

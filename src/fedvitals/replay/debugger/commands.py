@@ -225,7 +225,7 @@ def _run(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     elif hit.number:
         seen.append(str(hit))
     else:  # a sentence; metric names («update.norm») keep their spelling
-        first = hit.said if "." in hit.said.partition(" ")[0] else hit.said[:1].upper() + hit.said[1:]
+        first = hit.reason if "." in hit.reason.partition(" ")[0] else hit.reason[:1].upper() + hit.reason[1:]
         seen.append(first.rstrip(".") + ".")
     here = session.where()
     return text_output(here.title, "\n".join([*(f"  {line}" for line in seen), here.text]), here.note)

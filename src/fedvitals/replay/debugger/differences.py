@@ -86,8 +86,8 @@ def _reply_words(session: Session, first_node: str, second_node: str) -> str:
     for node in (first_node, second_node):
         came = session.states.reply_of(session.round, node)
         losses = losses_of(came)
-        course = f", loss {format_cell(float(losses[0]))} → {format_cell(float(losses[-1]))}" if len(losses) else ""
-        parts.append(f"{node}: weight {came.weight:g}{course}{'' if came.used else ', left out'}")
+        trend = f", loss {format_cell(float(losses[0]))} → {format_cell(float(losses[-1]))}" if len(losses) else ""
+        parts.append(f"{node}: weight {came.weight:g}{trend}{'' if came.used else ', left out'}")
     return "; ".join(parts)
 
 

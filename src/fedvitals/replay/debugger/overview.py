@@ -38,7 +38,7 @@ def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> De
     for how, stretch in itertools.groupby(coverage, key=lambda round_coverage: round_coverage.how):
         numbers, updates, answers = zip(*((each.round, each.updates, each.answers) for each in stretch), strict=True)
         rows.append((round_ranges([*numbers]), how, sum(updates), sum(answers)))
-    settings = tape.setting.told
+    settings = tape.setting.description
     what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size_words(tape.bytes)}"]
     what += [f"engine {settings['engine']}"] if "engine" in settings else []
     columns = ("rounds", "their state", "updates kept", "of")

@@ -148,7 +148,7 @@ class Session:
     @property
     def nodes(self) -> list[str]:
         """Return all clients of the run, as far as the tape knows them."""
-        recorded = self.tape.setting.told.get("nodes")
+        recorded = self.tape.setting.description.get("nodes")
         here = [came.node for came in self.tape.entry(self.round).came]
         return list(dict.fromkeys([*(recorded or ()), *here]))
 

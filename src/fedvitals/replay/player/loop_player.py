@@ -61,7 +61,7 @@ class LoopPlayer:
     """
 
     def __init__(self, tape: TapeReader, restore: Restore, train: Train, aggregate: Aggregate | None = None) -> None:
-        if tape.setting.told.get("kind") != "loop":
+        if tape.setting.description.get("kind") != "loop":
             raise ConfigError(
                 f"The run '{tape.setting.run}' is of host '{tape.setting.host or 'unknown'}', not a plain loop: it is "
                 "replayed without functions of yours, `fedvitals replay RUN`."
@@ -143,8 +143,8 @@ class LoopPlayer:
     def _client(self, entry: RoundEntry, came: ClientReply, model: Tensors) -> Message:
         copied = {name: tensor.clone() for name, tensor in model.items()}
         state = self._restore(entry.round, copied, entry.notes)
-        if RANDOM in came.said:
-            set_random_states(came.said[RANDOM])
+        if RANDOM in came.notes:
+            set_random_states(came.notes[RANDOM])
         returned: Any = None
         error: str | None = None
         try:
@@ -157,7 +157,7 @@ class LoopPlayer:
         tensors = None if error is not None else _checked(returned, came, entry)
         if losses is None or not came.losses:  # only one of the two told them: they are not compared
             losses = torch.frombuffer(bytearray(came.losses), dtype=torch.float32) if came.losses else None
-        return Message(came.node, tensors, came.weight, came.used, came.group, came.start, losses, error, came.said)
+        return Message(came.node, tensors, came.weight, came.used, came.group, came.start, losses, error, came.notes)
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class LoopPlayer:
         afterwards.
         """
         before, threads = random_states(), torch.get_num_threads()
-        torch.set_num_threads(int(self.tape.setting.told.get("threads", threads)))
+        torch.set_num_threads(int(self.tape.setting.description.get("threads", threads)))
         try:
             yield
         finally:
@@ -282,7 +282,7 @@ def _replies_of(entry: RoundEntry, node: str | None) -> tuple[ClientReply, ...]:
 def _checked(returned: Any, came: ClientReply, entry: RoundEntry) -> Tensors:
     tensors = tensors_of(returned)
     if tensors is None:
-        difference = came.said.get("kind") == DELTA
+        difference = came.notes.get("kind") == DELTA
         wanted = "what was sent, differences by name" if difference else "the client's state, a state_dict or a module"
         raise ConfigError(
             f"train('{came.node}', state, {entry.round}) must give {wanted}, or a pair of it and the losses; got "

@@ -120,7 +120,7 @@ class Player:
         site: Site | None = None,
     ) -> None:
         self.tape = tape
-        settings = tape.setting.told
+        settings = tape.setting.description
         if tape.setting.host != "lab" or "engine" not in settings:
             raise ConfigError(
                 f"The run '{tape.setting.run}' is of host '{tape.setting.host or 'unknown'}': only runs of the lab can "
@@ -148,7 +148,7 @@ class Player:
         """Return the engine for this many workers, created on first use."""
         wanted = self.workers if workers is None else workers
         if wanted not in self._engines:
-            settings = self.tape.setting.told
+            settings = self.tape.setting.description
             device = self._device or str(settings.get("device", "cpu"))
             # Flower's nodes train as «sequential» does, to the last bit.
             name = "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
@@ -220,7 +220,7 @@ class Player:
 
 def experiment_of(tape: TapeReader, experiment: Experiment | None) -> Experiment:
     """Return the experiment on the tape, or the given one if it is the same."""
-    settings = tape.setting.told
+    settings = tape.setting.description
     if experiment is not None:
         if experiment.digest() != settings.get("digest"):
             raise ConfigError("The experiment that was given is not the one that was recorded: their digests differ.")

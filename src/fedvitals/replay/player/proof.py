@@ -114,7 +114,7 @@ def _mismatch_of(proof: Proof, recorded: RoundEntry, replayed: RoundEntry, tape:
 
 def _why_not_exact(tape: TapeReader) -> str | None:
     """Return why bits cannot be compared on this machine; None if they can."""
-    if tape.setting.told.get("device", "cpu") != "cpu":
+    if tape.setting.description.get("device", "cpu") != "cpu":
         return "it was computed on CUDA, whose sums may come in another order"
     here = machine_description()
     for name, was in tape.setting.machine.items():

@@ -81,7 +81,7 @@ class ReplayStates:
         sent = self.sent(round_index, node)
         if sent is None:
             return None
-        if self.reply_of(round_index, node).said.get("kind") == DELTA:  # a loop that sends changes
+        if self.reply_of(round_index, node).notes.get("kind") == DELTA:  # a loop that sends changes
             return dict(sent)
         state = self.state(round_index)
         start = state.get(self.reply_of(round_index, node).start, state["model"])

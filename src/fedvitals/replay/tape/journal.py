@@ -32,13 +32,13 @@ class ClientReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     node: str
     mark: StateDigest | None = None  # None where nothing came
-    weight: float = 0.0  # as it was told: its number of samples
+    weight: float = 0.0  # as reported: its number of samples
     used: bool = True
     group: str | None = None
     start: str = "model"  # which tensor state of the round it was trained from
     losses: bytes = b""  # float32, of each local step
     error: str | None = None
-    said: dict[str, Any] = {}  # of the host: metrics and the like
+    notes: dict[str, Any] = msgspec.field(name="said", default_factory=dict)  # by the host: metrics and the like
 
 
 class RoundEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,7 +89,9 @@ class TapeSettings(msgspec.Struct, omit_defaults=True):
     name: str = ""
     host: str = ""
     layers: tuple[str, ...] = ()  # of the model, in the order of its digests
-    told: dict[str, Any] = {}  # of the host: experiment, engine, data
+    description: dict[str, Any] = msgspec.field(
+        name="told", default_factory=dict
+    )  # by the host: experiment, engine, ...
     machine: dict[str, str] = {}  # on which bits may depend: torch, CPU type, device
     kept: dict[str, Any] = {}  # the tape's own settings
     checksum: str = ""  # CRC-32 of the file with zeros in place of this; since version 2

@@ -72,7 +72,7 @@ class TapeWriter:
 
     def describe(self, description: dict[str, Any]) -> None:
         """Store the host's description of the run."""
-        self.setting.told, self.setting.host = description, str(description.get("host", self.setting.host))
+        self.setting.description, self.setting.host = description, str(description.get("host", self.setting.host))
         self.journal.set(self.setting)
 
     def begin(self, round_index: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ class ExaminationRecords:
 def examination_records(reader: Reader, run: str, prefix: str, name: str, count: int) -> ExaminationRecords:
     """Read the metrics of rounds whose names begin with `prefix`, and the newest `count` values of one of them."""
     number = reader.names.number(run) or 0
-    found = reader.database.rows(
+    rows = reader.database.rows(
         # One statement, because every page of a run asks.
         "SELECT 'sum' AS kind, s.text AS name, SUM(m.value) AS value, MIN(m.round) AS first, "  # noqa: S608 - our own
         "MAX(m.round) AS last "
@@ -42,8 +42,8 @@ def examination_records(reader: Reader, run: str, prefix: str, name: str, count:
         (f"{prefix}%", number, number, name, count, number, MOST, number),
     )
     return ExaminationRecords(
-        {name: (float(value), int(first), int(last)) for kind, name, value, first, last in found if kind == "sum"},
-        [float(value) for kind, _, value, _, _ in found if kind == "newest"],
-        sorted((name for kind, name, *_ in found if kind == "outside" and is_client(name)), key=natural),
-        [(kind, name, value) for kind, name, value, _, _ in found if kind.startswith("monitor.")],
+        {name: (float(value), int(first), int(last)) for kind, name, value, first, last in rows if kind == "sum"},
+        [float(value) for kind, _, value, _, _ in rows if kind == "newest"],
+        sorted((name for kind, name, *_ in rows if kind == "outside" and is_client(name)), key=natural),
+        [(kind, name, value) for kind, name, value, _, _ in rows if kind.startswith("monitor.")],
     )

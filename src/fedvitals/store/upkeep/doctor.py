@@ -36,7 +36,7 @@ class Sign:
 
     what: str
     state: str  # "fine", "note" or "trouble"
-    said: str
+    text: str
 
 
 def examine(where: Path | str) -> list[Sign]:
@@ -54,7 +54,7 @@ def damage_in(where: Path | str) -> str | None:
     """Return a sentence on what is wrong with a store, after a reader failed on it; None if nothing is."""
     if isinstance(where, Path) and not where.exists():
         return None
-    troubles = [f"{sign.what}: {sign.said}" for sign in examine(where) if sign.state == "trouble"]
+    troubles = [f"{sign.what}: {sign.text}" for sign in examine(where) if sign.state == "trouble"]
     if not troubles:
         return None
     shown = address_of(where).shown if isinstance(where, str) else where
@@ -228,11 +228,11 @@ def _structure(database: Database) -> list[Sign]:
 def _values(database: Database) -> list[Sign]:
     if database.dialect.name != "sqlite":
         return []
-    found = [*unreadable(database, _version_of(database))]
-    if not found:
+    unreadable_columns = [*unreadable(database, _version_of(database))]
+    if not unreadable_columns:
         return []
-    places = ", ".join(f"{table.name}.{column.name}" for table, column, _ in found[:3])
-    count = sum(len(rows) for _, _, rows in found)
+    places = ", ".join(f"{table.name}.{column.name}" for table, column, _ in unreadable_columns[:3])
+    count = sum(len(rows) for _, _, rows in unreadable_columns)
     return [Sign("values", "trouble", f"{count} rows hold something that cannot be read, in {places}")]
 
 

@@ -166,14 +166,14 @@ def _layer_pair(pair: str, figures: Figures) -> ValuesByRound:
 
 def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, virtual: bool) -> list[Picture]:
     def drawn(
-        name: str, title: str, unit: str, scale: str, course: Callable[[Figures], ValuesByRound], note: str = ""
+        name: str, title: str, unit: str, scale: str, values_of: Callable[[Figures], ValuesByRound], note: str = ""
     ) -> Picture:
         # A mean would be dominated by its largest value
         middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean
-        courses = [[course(f) for f in side] for side in sides]
-        lines = [_line(letter, own, middle) for letter, own in zip(letters, courses, strict=True)]
+        series = [[values_of(f) for f in side] for side in sides]
+        lines = [_line(letter, own, middle) for letter, own in zip(letters, series, strict=True)]
         # For rounds that a repeat did not measure, the others are used.
-        partly = any(own[0].keys() != other.keys() for own in courses for other in own[1:])
+        partly = any(own[0].keys() != other.keys() for own in series for other in own[1:])
         notes = [note, "repeats that measured fewer rounds count where they did" if partly else ""]
         return Picture(name, title, unit, scale, tuple(lines), "; ".join(filter(None, notes)))
 
@@ -199,16 +199,16 @@ def _bytes(figures: Figures) -> ValuesByRound:
     return {traffic.round: float(traffic.bytes) for traffic in figures.traffic.rounds if traffic.round >= 0}
 
 
-def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
+def _line(letter: str, repeats: Sequence[ValuesByRound], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
     """Return one run in buckets that keep their extremes; for repeats, the mean and the spread."""
-    rounds = sorted({number for course in courses for number in course})
-    if len(courses) == 1:
-        values = np.array([courses[0][number] for number in rounds], dtype=float)
+    rounds = sorted({number for own in repeats for number in own})
+    if len(repeats) == 1:
+        values = np.array([repeats[0][number] for number in rounds], dtype=float)
         series = bucketed("", None, "", rounds, values, POINTS)
         return Line(letter, series.rounds, series.values, series.low, series.high, series.total)
     every = max(1, math.ceil(len(rounds) / POINTS))
     stretches = [rounds[i : i + every] for i in range(0, len(rounds), every)]
-    here = [[c[n] for c in courses for n in stretch if n in c and math.isfinite(c[n])] for stretch in stretches]
+    here = [[c[n] for c in repeats for n in stretch if n in c and math.isfinite(c[n])] for stretch in stretches]
     return Line(
         letter,
         [stretch[0] for stretch in stretches],
@@ -221,15 +221,15 @@ def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Seque
 
 def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequence[str]) -> Picture:
     """Return each side minus the baseline, round by round; with repeats, the confidence interval."""
-    courses: list[list[ValuesByRound]] = [[getattr(f, name) for f in side] for side in sides]
+    series: list[list[ValuesByRound]] = [[getattr(f, name) for f in side] for side in sides]
     in_points = name == "accuracy"  # per cent of per cent would be read as relative
     lines, banded = [], False
-    for letter, own, side in zip(letters[1:], courses[1:], sides[1:], strict=True):
+    for letter, own, side in zip(letters[1:], series[1:], sides[1:], strict=True):
         pairs = pairing([f.run.seed for f in sides[0]], [f.run.seed for f in side])
         changes: dict[int, Change | None] = {}
-        for number in sorted({n for c in courses[0] for n in c} & {n for c in own for n in c}):
-            before, after = [c[number] for c in courses[0] if number in c], [c[number] for c in own if number in c]
-            whole = len(before) == len(courses[0]) and len(after) == len(own)
+        for number in sorted({n for c in series[0] for n in c} & {n for c in own for n in c}):
+            before, after = [c[number] for c in series[0] if number in c], [c[number] for c in own if number in c]
+            whole = len(before) == len(series[0]) and len(after) == len(own)
             changes[number] = change(before, after, pairs=pairs if whole else None)
         banded = banded or any(c is not None and c.low is not None for c in changes.values())
         lines.append(_difference(letter, changes, 100.0 if in_points else 1.0))

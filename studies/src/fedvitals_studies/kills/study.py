@@ -142,7 +142,7 @@ def problems(store: str) -> list[str]:
     """Return what the doctor finds wrong with a file whose writer was killed."""
     if "://" in store:
         return []
-    return [f"doctor: {sign.said}" for sign in examine(Path(store)) if sign.state == "trouble"]
+    return [f"doctor: {sign.text}" for sign in examine(Path(store)) if sign.state == "trouble"]
 
 
 def kill_server(seed: int, server: PostgresServer) -> Kill:

@@ -69,7 +69,7 @@ def federate(setting: Setting) -> tuple[FindingList, list[str], float]:
     data = {f"c{i}": (task.x[held:][shard], task.y[held:][shard]) for i, shard in enumerate(shards)}
     culprits = _culprits(data, setting, rng)
     loss = functional.cross_entropy if task.classes else functional.mse_loss
-    given = {name: _given(own, setting) for name, own in data.items()}
+    own_data = {name: _in_form(own, setting) for name, own in data.items()}
     model, past = task.model(), []
     with fv.Monitor(None, run="outside", privacy=setting.privacy, machine=False, strict=True) as monitor:
         for round_index in range(setting.rounds):
@@ -77,14 +77,14 @@ def federate(setting: Setting) -> tuple[FindingList, list[str], float]:
             if begun and round_index == setting.onset and setting.fault in DATA_FAULTS:
                 for name in culprits:
                     data[name] = spoilt(data[name], task, setting, rng)
-                    given[name] = _given(data[name], setting)
+                    own_data[name] = _in_form(data[name], setting)
             past.append(copy.deepcopy(model.state_dict()))
             states = {}
             with monitor.round(round_index, model):
                 for name, (x, y) in data.items():
                     fault = setting.fault if begun and name in culprits else None
                     local = copy.deepcopy(model)
-                    with monitor.client(name, local, **_told(given[name], loss, setting)):
+                    with monitor.client(name, local, **_client_arguments(own_data[name], loss, setting)):
                         if fault == "stale" and not setting.passed:
                             local.load_state_dict(past[max(0, round_index - STALE_BY)])
                         _train(local, x, y, loss, task, setting, setting.strength if fault == "rate" else 1.0)
@@ -186,7 +186,7 @@ def _culprits(data: dict[str, tuple[Tensor, Tensor]], setting: Setting, rng: np.
     return [large[i] for i in rng.choice(len(large), count, replace=False)] if count else []
 
 
-def _given(own: tuple[Tensor, Tensor], setting: Setting) -> Any:
+def _in_form(own: tuple[Tensor, Tensor], setting: Setting) -> Any:
     match setting.form:
         case "tensors":
             return own
@@ -195,8 +195,8 @@ def _given(own: tuple[Tensor, Tensor], setting: Setting) -> Any:
     return DataLoader(OwnDataset(*own), batch_size=20, shuffle=True)
 
 
-def _told(given: Any, loss: Any, setting: Setting) -> dict[str, Any]:
-    return {"data": {"data": given}, "data+loss": {"data": given, "loss": loss}, "nothing": {}}[setting.given]
+def _client_arguments(data: Any, loss: Any, setting: Setting) -> dict[str, Any]:
+    return {"data": {"data": data}, "data+loss": {"data": data, "loss": loss}, "nothing": {}}[setting.given]
 
 
 def _quality(model: nn.Module, task: Task, held: int) -> float:

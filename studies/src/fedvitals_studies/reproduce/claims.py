@@ -82,7 +82,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OtherSeries:
     """Other series on which the same checks are made: their verdict is reported, but does not count."""
 
     words: str
@@ -109,7 +109,7 @@ class Claim:
     rereads: str = ""  # the claim of which this is another reading, if its words differ
     needs: tuple[Need, ...] = ()
     untestable: str = ""  # why no result could decide it
-    beside: Beside | None = None
+    beside: OtherSeries | None = None
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -216,10 +216,10 @@ def _claim(entry: dict[str, Any]) -> Claim:
     return claim
 
 
-def _beside(entry: dict[str, str] | None) -> Beside | None:
+def _beside(entry: dict[str, str] | None) -> OtherSeries | None:
     if entry is None:
         return None
-    return Beside(entry["words"], tuple((old, new) for old, new in entry.items() if old != "words"))
+    return OtherSeries(entry["words"], tuple((old, new) for old, new in entry.items() if old != "words"))
 
 
 def _parts(reference: str) -> tuple[str, str, str | None]:

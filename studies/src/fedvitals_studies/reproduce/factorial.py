@@ -35,7 +35,7 @@ SCORED = ("1.", "2.")  # claims about the initial study
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReadingScore:
     """How well the paper's initial study agrees with one reading."""
 
     reading: Reading
@@ -99,7 +99,7 @@ def main_results(results: Results) -> tuple[Results, Reading]:
     return Results([*kept, *under.all()], results.pieces), best
 
 
-def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> Standing | None:
+def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> ReadingScore | None:
     """Return the reading's score; None if not all its cells have been run."""
     names = [condition.name for condition in cells_of(reading)]
     if not all(name in results for name in names):
@@ -116,7 +116,7 @@ def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> 
         for each in verdict.measured
         for number in each.numbers
     ]
-    return Standing(
+    return ReadingScore(
         reading,
         verdicts,
         min(len(results.repeats(name)) for name in names),
@@ -125,7 +125,7 @@ def standing_of(reading: Reading, results: Results, claims: Sequence[Claim]) -> 
     )
 
 
-def standings(results: Results) -> list[Standing]:
+def standings(results: Results) -> list[ReadingScore]:
     """Return all readings that have been run in full, the likeliest first."""
     claims, _ = read()
     found = [standing_of(reading, results, claims) for reading in READINGS]

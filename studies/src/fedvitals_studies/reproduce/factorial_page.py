@@ -12,7 +12,7 @@ from fedvitals_studies.reproduce.conditions import FACTORIAL, OURS, Condition
 from fedvitals_studies.reproduce.factorial import (
     REPEATS,
     SCORED,
-    Standing,
+    ReadingScore,
     as_the_papers,
     cells_of,
     extended_of,
@@ -87,7 +87,7 @@ def _minutes(missing: Sequence[tuple[Condition, int]]) -> str:
     return f"{sum(seconds_of(cell) * max(0, count) for cell, count in missing) / PROCESSES / 60:.0f}"
 
 
-def _table(ranked: Sequence[Standing]) -> Table:
+def _table(ranked: Sequence[ReadingScore]) -> Table:
     ids = [verdict.claim.id for verdict in ranked[0].verdicts]
     rows = tuple(
         (each.reading.words + (" (ours)" if each.reading == OURS else ""), f"{each.score:.2f}",
@@ -98,7 +98,7 @@ def _table(ranked: Sequence[Standing]) -> Table:
     return Table("Readings, the best first", ("reading", "score", "checks", "repeats", *ids), rows, note)
 
 
-def _changes(results: Results, ranked: Sequence[Standing]) -> list[Block]:
+def _changes(results: Results, ranked: Sequence[ReadingScore]) -> list[Block]:
     """Return verdicts that differ between ours and the best reading, including the extended study if it was run."""
     ours = next((each for each in ranked if each.reading == OURS), None)
     best = ranked[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fedvitals.report.markup import Block, Points, Table, Text
 from fedvitals_studies.reproduce.claims import WORDS, Choice, Claim, Verdict, verdict_of
 from fedvitals_studies.reproduce.conditions import BY_NAME, SCENARIOS, TOPOLOGIES
-from fedvitals_studies.reproduce.factorial import POINTS, Standing
+from fedvitals_studies.reproduce.factorial import POINTS, ReadingScore
 from fedvitals_studies.reproduce.results import Result, Results, beginning
 
 ONLY_IN_BASELINE = {"slope", "clip_by"}  # LeakyReLU and clipping: neither of the other scenarios has them
@@ -127,7 +127,7 @@ def _of(verdict: Verdict) -> str:
 
 
 def sentences(
-    verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice], standings: Iterable[Standing] = ()
+    verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice], standings: Iterable[ReadingScore] = ()
 ) -> list[Sentence]:
     """Return all sentences, in the paper's order; `standings`: of the other readings of the whole setting."""
     under = [(each.reading.words, {v.claim.id: v.verdict for v in each.verdicts}) for each in standings]

@@ -147,7 +147,7 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
     tape, _, _ = recorded(tmp_path, FedAvg(), client_app(train=train), attach={"guard": "drop"})
     ill = tape.entry(1).reply_of("101")
     assert not ill.used
-    assert "NaN" in ill.said["left_out"]
+    assert "NaN" in ill.notes["left_out"]
     assert torch.isnan(tape.update(1, "101")["dense.bias"]).all()
     assert replay_aggregation(tape, 1).holds
 
@@ -155,7 +155,7 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
 def test_a_fleet_in_which_some_have_the_mod_and_some_have_not(tmp_path):
     plain, ours = client_app(), with_mod()
     tape, _, _ = recorded(tmp_path, strategy_of("FedAdam"), lambda m, c: (ours if c.node_id % 2 else plain)(m, c))
-    assert "fedvitals" not in tape.entry(1).reply_of("101").said["content"]
+    assert "fedvitals" not in tape.entry(1).reply_of("101").notes["content"]
     assert all(replay_aggregation(tape, number).holds for number in (1, 2, 3))
 
 
@@ -223,7 +223,7 @@ def test_where_clients_are_hidden_nothing_of_a_single_one_is_kept_and_it_is_said
     tape, _, _ = recorded(tmp_path, wrapped, sinks=[sink])
     for number in tape.rounds:
         entry = tape.entry(number)
-        assert {(one.mark, one.weight, *one.said) for one in entry.came} == {(None, 0.0, "id", "hidden")}
+        assert {(one.mark, one.weight, *one.notes) for one in entry.came} == {(None, 0.0, "id", "hidden")}
         assert "model" in entry.state
     assert tape.has_state(1)
     (event,) = sink.events("tape.hidden")
@@ -240,8 +240,8 @@ def test_secure_aggregation_leaves_global_states_on_the_tape_and_no_client(tmp_p
     came = [one for number in tape.rounds for one in tape.entry(number).came]
     assert came
     assert {(one.mark, one.weight) for one in came} == {(None, 0.0)}
-    assert not any("content" in one.said or "request" in one.said for one in came)
-    assert tape.setting.told["hidden"] == "secure aggregation"
+    assert not any("content" in one.notes or "request" in one.notes for one in came)
+    assert tape.setting.description["hidden"] == "secure aggregation"
 
 
 def test_a_loop_of_ones_own_has_its_models_and_updates_on_the_tape(tmp_path):
@@ -266,7 +266,7 @@ def test_a_loop_of_ones_own_has_its_models_and_updates_on_the_tape(tmp_path):
 def test_what_each_was_asked_with_is_known_by_its_digest(tmp_path):
     tape, _, _ = recorded(tmp_path, FedAvg())
     first, second = (tape.entry(number) for number in (1, 2))
-    assert len({one.said["request"] for one in first.came}) == 1
+    assert len({one.notes["request"] for one in first.came}) == 1
     assert first.came[0].said["request"] != second.came[0].said["request"]  # another round, another config
     assert second.after_notes["request"]["config"]["values"] == {"server-round": 2}
     assert second.after_notes["request"]["arrays"]["state"] == "model"

@@ -71,12 +71,12 @@ function paintSeries(pen, series, drawn, colours, box) {
   if (series.low && series.high) {
     pen.path(between(series.rounds, series.low, series.high, drawn), { fill: colour, opacity: 0.22 }, true);
   }
-  const course = track(series.rounds, series.values, drawn);
+  const line = track(series.rounds, series.values, drawn);
   const dash = series.dash === true ? [4, 3] : series.dash || undefined;
-  pen.path(course.lines, { stroke: colour, width: series.faint ? 1 : 1.75, dash, opacity });
-  for (const [x, y] of course.dots) pen.disc(x, y, series.faint ? 1.5 : 2.25, { fill: colour, opacity });
-  for (const { at, kind } of course.odd) paintOdd(pen, box, box.x(series.rounds[at]), kind, colour, colours);
-  return course;
+  pen.path(line.lines, { stroke: colour, width: series.faint ? 1 : 1.75, dash, opacity });
+  for (const [x, y] of line.dots) pen.disc(x, y, series.faint ? 1.5 : 2.25, { fill: colour, opacity });
+  for (const { at, kind } of line.odd) paintOdd(pen, box, box.x(series.rounds[at]), kind, colour, colours);
+  return line;
 }
 
 /**

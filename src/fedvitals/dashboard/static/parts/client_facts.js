@@ -26,7 +26,7 @@ export function caseList(run) {
         fill(item,
           h("p", {}, h("span", { class: `sev-${one.severity}` }, h("span", { "aria-hidden": "true", text: `${SHAPES[one.severity] ?? "·"} ` }), one.severity),
             " ", h("a", { href, text: one.looks || one.title }), one.layer && ` in ${one.layer}`,
-            h("span", { class: "muted", text: ` ${one.sure}, ${one.course}` }),
+            h("span", { class: "muted", text: ` ${one.sure}, ${one.timeline}` }),
             one.muted && h("span", { class: "muted", text: ", muted" }), one.acknowledged && h("span", { class: "muted", text: ", acknowledged" })),
           h("p", { class: "muted small", text: one.message }),
           causeLevels(one.levels),

@@ -23,7 +23,7 @@ export function memoryPanel(run, axis) {
     { name: "round", text: "round", num: true, cell: (row) => row.round },
     { name: "growth", text: "grew by", num: true, title: "from the first round to the last, of the node that grew the most", cell: (row) => (GROWS.has(row.metric) && row.growth_bytes > 0 ? bytes(row.growth_bytes) : "–") },
   ], { key: (row) => row.metric, caption: "Memory" });
-  const course = lineChart(above, { title: "resident memory", unit: "bytes", axis, height: 140 });
+  const chart = lineChart(above, { title: "resident memory", unit: "bytes", axis, height: 140 });
   const shares = bars(left, { title: "what it is for", unit: "bytes" });
   const clients = bars(right, { title: "largest clients", unit: "bytes" });
   const split = h("div", { class: "split" }, h("div", {}, peaks.node, above), h("div", {}, left, right));
@@ -34,22 +34,22 @@ export function memoryPanel(run, axis) {
       fill(none, !found && empty("No memory was measured."));
       if (!found) return;
       peaks.show(found.peaks);
-      above.hidden = !found.courses.length;
-      course.update({ series: found.courses.map((one) => lineOf(one)), note: shown(found.courses[0]) });
+      above.hidden = !found.trends.length;
+      chart.update({ series: found.trends.map((one) => lineOf(one)), note: shown(found.trends[0]) });
       left.hidden = !found.shares.length;
       shares.update({ bars: found.shares.map((one) => ({ name: one.name, value: one.bytes, text: bytes(one.bytes) })), note: `of ${found.node}${found.batch ? `, batches of ${number(found.batch)}` : ""}, in its largest round` });
       right.hidden = !found.clients.length;
       clients.update({ bars: found.clients.slice(0, 8).map((one) => ({ name: one.name, value: one.bytes, text: bytes(one.bytes), href: runLink(run, "clients", one.name) })), note: found.of === "memory.tensors" ? "a step’s tensors" : "resident" });
     },
     destroy() {
-      for (const one of [course, shares, clients]) one.destroy();
+      for (const one of [chart, shares, clients]) one.destroy();
     },
   };
 }
 
 export function trafficPanel(run, axis) {
   const [none, above, right, total] = [h("div", {}), h("div", {}), h("div", {}), h("p", {})];
-  const course = lineChart(above, { title: "bytes of all clients", unit: "bytes", axis, height: 150 });
+  const chart = lineChart(above, { title: "bytes of all clients", unit: "bytes", axis, height: 150 });
   const clients = bars(right, { title: "who moved the most", unit: "bytes" });
   const kinds = rowTable([
     { name: "kind", text: "messages", cell: (row) => row.kind },
@@ -76,8 +76,8 @@ export function trafficPanel(run, axis) {
       const telemetry = found.telemetry ? `Telemetry, ${bytes(found.telemetry)}, is not in these.` : "No telemetry was sent.";
       const parts = told.filter(([size]) => size > 0).map(([size, words]) => `${bytes(size)} ${words}`);
       total.textContent = `${bytes(found.total)} in all${parts.length ? `: ${parts.join(", ")}` : ""}. ${telemetry}`;
-      course.update({ series: found.courses.map((course, at) => lineOf(course, TRAFFIC[at])), note: shown(found.courses[0]) });
-      above.hidden = !found.courses.length;
+      chart.update({ series: found.trends.map((trend, at) => lineOf(trend, TRAFFIC[at])), note: shown(found.trends[0]) });
+      above.hidden = !found.trends.length;
       right.hidden = !found.clients.length;
       clients.update({ bars: found.clients.slice(0, 10).map((one) => ({ name: one.node, value: one.sent + one.received, text: bytes(one.sent + one.received), href: runLink(run, "clients", one.node) })), note: `${Math.min(10, found.total_clients)} of ${number(found.total_clients)} clients` });
       kinds.show(found.kinds);
@@ -85,7 +85,7 @@ export function trafficPanel(run, axis) {
       reached.show(found.reached);
     },
     destroy() {
-      course.destroy();
+      chart.destroy();
       clients.destroy();
     },
   };
@@ -111,12 +111,12 @@ export function machinePanel() {
 /** Up and down in the colours that they have in the overview. */
 const TRAFFIC = [2, 5];
 
-function lineOf(course, index) {
-  const joined = course.total > course.rounds.length;
-  return { name: course.name, index, rounds: course.rounds, values: course.values, ...(joined ? { low: course.low, high: course.high } : {}) };
+function lineOf(trend, index) {
+  const joined = trend.total > trend.rounds.length;
+  return { name: trend.name, index, rounds: trend.rounds, values: trend.values, ...(joined ? { low: trend.low, high: trend.high } : {}) };
 }
 
-function shown(course) {
-  const joined = course ? Math.ceil(course.total / Math.max(1, course.rounds.length)) : 1;
+function shown(trend) {
+  const joined = trend ? Math.ceil(trend.total / Math.max(1, trend.rounds.length)) : 1;
   return joined > 1 ? `1 of ${joined} points shown, extremes kept` : "";
 }

@@ -90,7 +90,7 @@ export function clientPanel(ctx, choose) {
   });
   body.append(norms, losses);
   const lengths = bars(norms, { title: "its norm, layer by layer", maxHeight: 420 });
-  const course = lineChart(losses, { title: "its local loss, step by step", height: 200 });
+  const chart = lineChart(losses, { title: "its local loss, step by step", height: 200 });
 
   return {
     node: h("section", { class: "panel" }, title, h("p", { class: "row" }, h("label", { class: "field-label" }, "client", field, names)), said, directions, body),
@@ -117,7 +117,7 @@ export function clientPanel(ctx, choose) {
       });
       losses.hidden = !one.losses.length;
       const steps = one.losses.map((_, i) => i * one.every);
-      course.update({
+      chart.update({
         xs: { labels: steps.map((step) => `step ${step}`) },
         series: [{ name: one.node, rounds: one.losses.map((_, i) => i), values: one.losses }],
         note: one.every > 1 ? `every ${one.every}th of its steps` : `${number(one.losses.length)} steps`,
@@ -125,7 +125,7 @@ export function clientPanel(ctx, choose) {
     },
     destroy() {
       lengths.destroy();
-      course.destroy();
+      chart.destroy();
     },
   };
 }

@@ -70,7 +70,7 @@ export function view(root, ctx) {
       fill(head,
         h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted", text: one.issue }), findingTags(one)),
         h("h1", { text: one.sentence }),
-        h("p", { class: "muted", text: `${one.place}, ${one.course}.` }),
+        h("p", { class: "muted", text: `${one.place}, ${one.timeline}.` }),
         h("p", { class: "finding-message", text: one.message }),
         found.symptom && h("p", { class: "small muted", text: found.symptom }));
       part(numbers, found.numbers.length && numbersTable(found.numbers));

@@ -107,15 +107,15 @@ function update(node, one) {
   node.dataset.now = now;
   node.className = `card finding-card edge-${one.severity}${one.follows ? " follows" : ""}${one.muted || !one.still_there ? " dimmed" : ""}`;
   node.setAttribute("aria-label", `${one.severity}: ${one.sentence}`);
-  const course = one.confidences.length > 1 && sparkline(one.confidences, { unit: "share", width: 96, height: 22, label: `confidence, ${sure(one.confidences[0])} to ${one.sure}` });
+  const trend = one.confidences.length > 1 && sparkline(one.confidences, { unit: "share", width: 96, height: 22, label: `confidence, ${sure(one.confidences[0])} to ${one.sure}` });
   fill(node.told,
     h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted small", text: one.issue }), one.follows && h("span", { class: "muted small", text: "follows from the one above" }), findingTags(one)),
     h("h2", {}, h("a", { href: node.href, text: one.sentence })),
-    h("p", { class: "muted", text: [!repeated(one) && one.title, one.course].filter(Boolean).join(" · ") }),
+    h("p", { class: "muted", text: [!repeated(one) && one.title, one.timeline].filter(Boolean).join(" · ") }),
     h("p", { class: "finding-message", text: one.message }),
     causeLevels(one.levels),
     one.alternatives.length > 0 && h("p", { class: "muted small", text: `or ${one.alternatives.map(([issue, chance]) => `${issue[0].toLowerCase()}${issue.slice(1)} ${sure(chance)}`).join(", ")}` }),
-    h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
+    h("div", { class: "finding-sure" }, trend, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }
 
 /** Whether the title would repeat the sentence; a user-defined issue only has its code as a title. */

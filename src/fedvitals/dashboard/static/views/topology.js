@@ -100,7 +100,7 @@ function inWords(found) {
   const names = ill.slice(0, 3).map((one) => one.name).join(", ");
   return [
     `Round ${found.round}. ${KINDS[found.kind]}.`,
-    `${number(found.took_part)} of ${number(found.clients)} clients took part${found.groups ? ` in ${found.groups} groups` : ""}${found.told ? `, ${bytes(found.bytes)} went over the wire` : ""}.`,
+    `${number(found.took_part)} of ${number(found.clients)} clients took part${found.groups ? ` in ${found.groups} groups` : ""}${found.has_transfers ? `, ${bytes(found.bytes)} went over the wire` : ""}.`,
     ill.length ? `Problems: ${names}${ill.length > 3 ? ` and ${ill.length - 3} more` : ""}.` : "No node has a problem.",
     failed ? `${number(failed)} failed.` : "",
   ].filter(Boolean).join(" ");

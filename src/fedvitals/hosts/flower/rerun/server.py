@@ -70,7 +70,7 @@ def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None)
     Its attributes are overwritten by the recorded ones, so pass an object that nobody else uses.
     """
     _check(tape)
-    description = tape.setting.told.get("strategy") or {}
+    description = tape.setting.description.get("strategy") or {}
     strategy = strategy if strategy is not None else tape_strategy.rebuild_strategy(description)
     if strategy is None or not callable(getattr(strategy, "aggregate_train", None)):
         raise ConfigError(_no_strategy(strategy, description))
@@ -94,7 +94,7 @@ def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None)
 
 
 def _check(tape: TapeReader) -> None:
-    settings = tape.setting.told
+    settings = tape.setting.description
     if settings.get("framework") != "flower":
         raise ConfigError(
             f"'{tape.setting.run}' is no run of Flower's: `fedvitals replay {tape.setting.run} --verify`."
@@ -174,7 +174,7 @@ def _aggregate(
 
 
 def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
-    layers = tape.setting.told.get("layers") or [*record]
+    layers = tape.setting.description.get("layers") or [*record]
     if len(layers) != len(record):
         layers = [*record]
     return {name: records.tensor_of(array)[0] for name, array in zip(layers, record.values(), strict=True)}
@@ -182,7 +182,7 @@ def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
 
 def _replies(tape: TapeReader, entry: RoundEntry) -> list[Message]:
     """Return the replies in the order in which the strategy got them; for a custom loop, in order of arrival."""
-    by_id = {str(came.said["id"]): came for came in entry.came if "id" in came.said}
+    by_id = {str(came.notes["id"]): came for came in entry.came if "id" in came.notes}
     order = [str(key) for key in entry.after_notes.get("replies", by_id)]
     strange = [key for key in order if key not in by_id]
     if strange:
@@ -199,16 +199,16 @@ def _reply(tape: TapeReader, entry: RoundEntry, came: ClientReply) -> Message:
         message_id="",
         src_node_id=int(came.node) if came.node.isdecimal() else 0,
         dst_node_id=1,
-        reply_to_message_id=str(came.said["id"]),
+        reply_to_message_id=str(came.notes["id"]),
         group_id=str(entry.round),
         created_at=0.0,
         ttl=1.0,
         message_type=TRAIN,
     )
     if came.mark is None or not came.used:
-        reason = str(came.error or came.said.get("left_out", "left out"))
-        return Message(metadata=metadata, error=Error(int(came.said.get("code", FAILED)), reason))  # type: ignore[call-overload,no-any-return]
-    content = records.content_of(came.said["content"], tape.tensors(came.mark.digest))
+        reason = str(came.error or came.notes.get("left_out", "left out"))
+        return Message(metadata=metadata, error=Error(int(came.notes.get("code", FAILED)), reason))  # type: ignore[call-overload,no-any-return]
+    content = records.content_of(came.notes["content"], tape.tensors(came.mark.digest))
     return Message(metadata=metadata, content=content)  # type: ignore[call-overload,no-any-return]
 
 
@@ -262,14 +262,14 @@ def _array_mismatch(
 
 def _notes(tape: TapeReader, entry: RoundEntry, strategy: Any) -> list[str]:
     notes = []
-    description = tape.setting.told.get("strategy") or {}
+    description = tape.setting.description.get("strategy") or {}
     if description and description.get("class") != type(strategy).__qualname__:
         notes.append(f"The run's strategy was a {description.get('class')}; this is a {type(strategy).__qualname__}.")
     unknown = entry.notes.get("unknown", [])
     if unknown:
         notes.append(f"Not restored, because they are no numbers: {', '.join(unknown[:NAMES_IN_SENTENCE])}.")
     long = [
-        f"{came.node}: {name}" for came in entry.came for name in records.left_out_names(came.said.get("content", {}))
+        f"{came.node}: {name}" for came in entry.came for name in records.left_out_names(came.notes.get("content", {}))
     ]
     if long:
         notes.append(f"Too long for the tape, so the replies are without: {', '.join(long[:NAMES_IN_SENTENCE])}.")
