@@ -19,7 +19,8 @@ def reported(*planned):
     def detector(history, round_index):
         for number, issue, node in planned:
             if number == round_index:
-                yield finding(issue, round_index, "", confidence=0.9, node=node)
+                code, _, severity = issue.partition(" ")
+                yield finding(code, round_index, "", confidence=0.9, node=node, severity=severity or None)
 
     return [(f.where.round, f.issue, f.where.node) for f in examine(store.history("run"), detectors=[detector])]
 
@@ -46,3 +47,9 @@ def test_a_cause_that_is_over_explains_nothing():
     assert late in reported(*DRIFT, late)
     again = [(9, "CLIENT_DRIFT", None), late]
     assert set(reported(DRIFT[0], *again)) == {DRIFT[0], *again}
+
+
+def test_first_weights_that_no_client_chose_explain_accusations_at_once():
+    start, accused = (0, "POOR_INITIALISATION", None), (0, "BYZANTINE", "c1")
+    assert reported(start, accused) == [start]
+    assert accused in reported((0, "POOR_INITIALISATION note", None), accused)  # a remark, no problem

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedvitals.probes.weights import check_initialisation, starts_at_zero
+from fedvitals.probes.weights import check_initialisation, fades_everywhere, starts_at_zero
 from fedvitals.stats import COUNT, SUM
 from support.models import MODELS, batches, close, flat, make, make_data, train, twin_sums, watched
 
@@ -241,6 +241,61 @@ def test_bad_initialisation_is_remarked(spoil, layers, words):
                 pass
     events = sink.events("initialisation")
     assert [(e.level, e.data["layer"], e.where.round) for e in events] == [("warning", name, 0) for name in layers]
+
+
+def scaled(model, factor):
+    for parameter in model.parameters():
+        parameter.data *= factor
+    return model
+
+
+def drawn(std):
+    model = make("cnn")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, 0, std)
+    return model
+
+
+def adapted(std):
+    """A frozen layer between two matrices that begin near 0, as the adapters of Houlsby et al. do."""
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(12, 10).requires_grad_(requires_grad=False), nn.Linear(4, 12))
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.weight, 0, std)
+    return model
+
+
+@every_model
+def test_weights_that_are_all_far_too_small_are_a_mistake_of_scale(name):
+    assert fades_everywhere(scaled(make(name), 0.01))
+    monitor, sink = watched()
+    with monitor, monitor.round(0, scaled(make(name), 0.01)):
+        pass
+    assert {event.data.get("everywhere") for event in sink.events("initialisation")} == {True}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        *(lambda name=name: make(name) for name in MODELS),
+        *(lambda std=std: drawn(std) for std in (0.05, 0.02, 0.01)),
+        lambda: adapted(1e-3),
+        lambda: scaled(nn.Linear(12, 3), 1e-3),
+    ],
+)
+def test_a_start_that_some_scheme_intends_is_no_mistake_of_scale(start):
+    assert not fades_everywhere(start())
+
+
+def test_one_matrix_that_is_too_small_is_no_mistake_of_scale():
+    model = make("cnn")
+    tiny(model)
+    assert check_initialisation(model)
+    assert not fades_everywhere(model)
+    monitor, sink = watched()
+    with monitor, monitor.round(0, model):
+        pass
+    assert [event.data for event in sink.events("initialisation")] == [{"layer": "6.weight"}]
 
 
 class Adapter(nn.Module):

@@ -11,6 +11,7 @@ from fedvitals.protocols import Node
 from fedvitals.records import Finding
 
 CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS"})
+OF_THE_SERVER = frozenset({"POOR_INITIALISATION"})  # causes that no client can have: they explain accusations at once
 CONSEQUENCES = frozenset(
     {
         *("BYZANTINE", "DUPLICATE_UPDATE", "STALE_UPDATE", "FREE_RIDER", "FROZEN_LAYER"),
@@ -33,7 +34,7 @@ class WholeRunCauses:
         """Return whether a finding is only a consequence of the whole run's problem; else remember it."""
         node, issue = finding.where.node, finding.issue
         if node is None:
-            if issue in CAUSES and finding.where.group is None:
+            if (issue in CAUSES or _of_server(finding)) and finding.where.group is None:
                 first, newest = self._rounds.get(issue, (round_index, round_index))
                 self._rounds[issue] = first if round_index - newest <= STANDS else round_index, round_index
             return False
@@ -45,6 +46,11 @@ class WholeRunCauses:
     def _stands(self, accused: int, round_index: int) -> bool:
         """Return whether a lasting cause appeared clearly before a client was first accused."""
         return any(
-            accused - first >= BLAMED_AT_ONCE and round_index - newest <= STANDS
-            for first, newest in self._rounds.values()
+            accused - first >= (0 if issue in OF_THE_SERVER else BLAMED_AT_ONCE) and round_index - newest <= STANDS
+            for issue, (first, newest) in self._rounds.items()
         )
+
+
+def _of_server(finding: Finding) -> bool:
+    """Return whether a finding is a cause at the server; first weights with mere remarks are not."""
+    return finding.issue in OF_THE_SERVER and finding.severity != "note"

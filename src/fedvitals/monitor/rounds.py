@@ -334,10 +334,9 @@ class Rounds:
     def _first_model(self, model: Any) -> None:
         """Record the run's first global model: how it was initialised, and the reference for all drift."""
         self._tell_layers(self._kit.tables(model))
-        for layer, remark in self._kit.first_model(model):
-            self._record.event(
-                self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer}
-            )
+        for layer, remark, everywhere in self._kit.first_model(model):
+            data = {"layer": layer} | ({"everywhere": True} if everywhere else {})
+            self._record.event(self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", data)
         zero = self._kit.zero_layers(model)
         if zero:  # detectors need this: the gradients next to an all-zero matrix begin at or near 0
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."

@@ -25,7 +25,7 @@ from fedvitals.probes.scale import scale
 from fedvitals.probes.snapshot import InitialModel, shards_of, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
-from fedvitals.probes.weights import check_initialisation, starts_at_zero, weight_rows, whole_model
+from fedvitals.probes.weights import check_initialisation, fades_everywhere, starts_at_zero, weight_rows, whole_model
 from fedvitals.protocols import PreparedProbe
 from fedvitals.records import LayerTable
 
@@ -87,8 +87,11 @@ class Instruments:
         )
         return [*whole, tables_of(self, view)]
 
-    def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Keep the initial model, from which drift is measured; returns its problems as (layer, remark)."""
+    def first_model(self, model: nn.Module) -> list[tuple[str, str, bool]]:
+        """Keep the initial model, from which drift is measured; returns its problems as (layer, remark, everywhere).
+
+        `everywhere`: all of its matrices begin far too small.
+        """
         parameters = shards_of(self.view(model).parameters)
         length = sum(p.numel() for p in parameters)
         if 2 * 4 * length > self._update_memory:
@@ -96,7 +99,9 @@ class Instruments:
             self._initial_sketch = length, None if self.preset.brief else sketch_of(parameters)
         else:
             self.initial = flatten(parameters)
-        return check_initialisation(model)
+        remarks = check_initialisation(model)
+        everywhere = bool(remarks) and fades_everywhere(model)
+        return [(layer, remark, everywhere) for layer, remark in remarks]
 
     @property
     def initial_model(self) -> InitialModel | None:

@@ -295,7 +295,7 @@ class ArrayInstruments:
         whole = LayerTable("model", (Layer("model", (size,), dtype),))
         return [{"parameter": LayerTable("parameter", layers), "model": whole}]
 
-    def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
+    def first_model(self, model: Any) -> list[tuple[str, str, bool]]:  # noqa: ARG002 - as of the other instruments
         """Return no remarks about the initial model, which may not be a network."""
         self.initial = np.zeros(0, np.float32)  # known, but not needed
         return []

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fedvitals.kernels import local, sums
 from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.view import View
-from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, derive
+from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, derive
 
 FADING, FADING_NORMALISED, GROWING = 0.1, 0.02, 4.0  # gains of initial weights; the second in models with layer norms
+FEWEST_FADING = 2  # matrices with a gain: a single one may begin small
 
 
 def weights(view: View) -> Mapping[str, Any]:
@@ -81,14 +82,14 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     matrices = _trained_matrices(model)
     if not matrices:
         return []
-    rows = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
+    rows, gains = _rows_and_gains(matrices)
     std, rms, mean = (derive("weight", rows, name) for name in ("std", "rms", "mean"))
     without_gain = _without_gain(model)
     least = FADING_NORMALISED if any(map(_normalises, model.modules())) else FADING
     meant = set(starts_at_zero(model))
     remarks = []
-    for i, (name, parameter) in enumerate(matrices):
-        gain = float(rms[i]) * math.prod(parameter.shape[1:]) ** 0.5
+    for i, (name, _) in enumerate(matrices):
+        gain = gains[i]
         if not rows[i, COUNT]:
             continue  # for a sharded one, no values are here
         if rows[i, NANS] or rows[i, INFS]:
@@ -101,6 +102,33 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
             size = "grow" if gain > 1 else "fade"
             remarks.append((name, f"gain {gain:.3g} (rms·√fan_in, usually 0.5 to 1.5): signals {size} at this layer"))
     return remarks
+
+
+def fades_everywhere(model: nn.Module) -> bool:
+    """Return whether every matrix with a gain begins far too small: a mistake of scale, which no scheme makes.
+
+    Known schemes keep at least one gain above the lower limit of networks with layer norms; only single matrices, such
+    as a head, are smaller on purpose. False for fewer than two such matrices, where a value is not finite or not here,
+    and where a parameter is frozen: adapters of a frozen network begin small, so that they change nothing at first.
+    """
+    if not all(p.requires_grad for p in model.parameters()):
+        return False
+    left_out = _without_gain(model) | set(starts_at_zero(model))
+    matrices = [(name, p) for name, p in _trained_matrices(model) if name not in left_out]
+    if len(matrices) < FEWEST_FADING:
+        return False
+    rows, gains = _rows_and_gains(matrices)
+    usable = rows[:, COUNT].all() and not rows[:, NANS : INFS + 1].any()
+    return bool(usable and max(gains) < FADING_NORMALISED)
+
+
+def _rows_and_gains(matrices: list[tuple[str, Tensor]]) -> tuple[Array, list[float]]:
+    """Return the sums of matrices, and the gain rms(w)·√fan_in of each; one of a sharded matrix that is elsewhere is
+    NaN.
+    """
+    rows = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
+    rms = derive("weight", rows, "rms")
+    return rows, [float(rms[i]) * math.prod(p.shape[1:]) ** 0.5 for i, (_, p) in enumerate(matrices)]
 
 
 def starts_at_zero(model: nn.Module) -> list[str]:

@@ -66,6 +66,29 @@ def test_fault_fires_and_twin_is_silent(model, fault, expected):
     assert issues(lab_history(model=model)) == set()
 
 
+NUMBERS = {"dataset": lab.Synthetic(samples=600, targets="numbers"), "model": MLP}
+TAGS = {
+    "dataset": lab.Synthetic(samples=400, classes=6, sequence=8, vocabulary=12, targets="tokens"),
+    "model": lab.GPT(width=16, heads=2, layers=1),
+}
+ADAM = lab.Local(iterations=10, optimizer=lab.adam(learning_rate=3e-3))
+NORMALISED = [
+    {"model": lab.CNN(channels=(4, 8), norm=norm), "local": lab.Local(epochs=1, optimizer=lab.sgd(0.05, momentum=0.9))}
+    for norm in ("layer", "batch")
+]
+
+
+@pytest.mark.parametrize("setting", [NUMBERS | {"local": ADAM}, TAGS | {"local": ADAM}, *NORMALISED])
+def test_weights_that_are_all_far_too_small_are_a_problem_from_the_first_round(setting):
+    """A blind guess's loss is unknown, or the model learns soon, because layer and batch norms restore signals."""
+
+    def first(**changes):
+        return {f.severity for f in poor_initialisation(lab_history(**setting, **changes, rounds=1), 0)}
+
+    assert first(faults=[lab.vanishing_initialisation(factor=0.01)]) == {"warning"}
+    assert first() == set()
+
+
 def test_units_are_named_with_layer_and_share():
     history = lab_history(model=MLP, faults=[lab.dead_units(share=0.75)])
     (found,) = findings_of(DETECTORS, history, 2)

@@ -342,17 +342,19 @@ def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]
     chance = _blind_guess_loss(history, round_index)
     if round_index - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * np.fmin(chance, loss[0]):
         return
-    # A poor start that training may still overcome is only a remark. It is a problem after enough rounds, if training
-    # is known to have learnt nothing: the first loss is measured after a round that may have learnt everything.
+    # A poor start that training may still overcome is only a remark, unless all weights are far too small, which no
+    # scheme intends. It is a problem after enough rounds, if training is known to have learnt nothing: the first loss
+    # is measured after a round that may have learnt everything.
+    everywhere = remarks[0].data.get("everywhere") is True
     hindered = round_index - first >= HINDERED and len(loss) > 0 and bool(np.isfinite(chance))
+    text = "All weights begin far too small" if everywhere else "The first weights hinder learning"
     yield finding(
         "POOR_INITIALISATION",
         round_index,
-        f"The first weights hinder learning: {remarks[0].message}"
-        + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
+        f"{text}: {remarks[0].message}" + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
         confidence=0.9,
         since=first,
-        severity=None if hindered else "note",
+        severity=None if hindered or everywhere else "note",
         layer=remarks[0].data.get("layer"),
         numbers=[Number("layers with a remark", len(remarks), 0, of="limit")],
         more={"remarks": [event.message for event in remarks[:8]]},
