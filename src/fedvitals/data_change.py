@@ -22,6 +22,7 @@ LINEAR = 16  # of these dimensions at most, the first: projections of the inputs
 STABLE = 2  # rounds for which data did not change, if another process, new to the data, reported them
 FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that moved from one class to one other
 LEAST_MOVED = 0.02  # of all labels
+CLEAR = 3.0  # standard errors by which a class's mean moves towards another class, if samples of that one joined it
 RESCALED = 0.02  # relative difference up to which new inputs are the old ones times a number
 SAME_MEANS = 0.6, 1.6  # times the old class means: within this range they stayed, as they do under noise
 NOISIER, LESS_NOISY = 1.15, 1.05  # times the variance within classes, and the standard deviation of all inputs
@@ -183,8 +184,30 @@ def _changed_labels(before: DataSketch, now: DataSketch) -> DataChange | None:
     moved = float(max(gained.sum(), lost.sum()) / total)
     one_to_one = min(gained.max(initial=0.0), lost.max(initial=0.0)) >= FROM_ONE_TO_ONE * moved * total
     if one_to_one and moved >= LEAST_MOVED:
-        return DataChange("label_flip", now.round, moved, (labels[int(lost.argmax())], labels[int(gained.argmax())]))
+        pair = labels[int(lost.argmax())], labels[int(gained.argmax())]
+        back = _moved_back(before, now, *pair)
+        net = float(gained.max())
+        if net + back >= FROM_ONE_TO_ONE * (net + 2 * back):
+            return DataChange("label_flip", now.round, moved, pair)
     return DataChange("label_noise", now.round, moved)
+
+
+def _moved_back(before: DataSketch, now: DataSketch, losing: int, gaining: int) -> float:
+    """Return how many samples moved from the class that gained to the one that lost, which counts do not show.
+
+    Of two classes, one always gains what the other loses. But samples that join a class move its mean towards the class
+    they come from, by their share of it; samples that only leave do not. 0 if the mean has not clearly moved.
+    """
+    if losing not in now.classes or not {losing, gaining} <= {*before.classes} or before.means.shape[1] == 0:
+        return 0.0
+    place, own = before.classes.index(losing), now.classes.index(losing)
+    distance = before.means[before.classes.index(gaining)] - before.means[place]
+    ridge = np.eye(len(distance)) * max(1e-3 * float(np.trace(before.covariance)) / len(distance), 1e-30)
+    direction = np.linalg.solve(before.covariance + ridge, distance)
+    apart = float(direction @ distance)  # squared, in units of the spread within classes
+    share = float(direction @ (now.means[own] - before.means[place])) / max(apart, 1e-30)
+    clear = share > CLEAR / math.sqrt(max(apart * float(now.counts[own]), 1e-30))
+    return min(share, 1.0) * float(now.counts[own]) if clear else 0.0
 
 
 def _changed_inputs(before: DataSketch, now: DataSketch) -> DataChange | None:

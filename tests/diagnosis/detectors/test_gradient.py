@@ -247,6 +247,38 @@ def test_what_is_wrong_with_the_start_is_found_in_plain_loops_as_well():
     assert {"VANISHING_GRADIENT", "POOR_INITIALISATION"} <= issues(loop_history(zeros))
 
 
+class SmallAttention(nn.Module):
+    """Attention over four tokens with weights as BERT begins with: its queries and keys hardly matter at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.place = nn.Embedding(12, 16), nn.Embedding(4, 16)
+        self.norm = nn.LayerNorm(16)
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens):
+        x = self.norm(self.embedding(tokens) + self.place(torch.arange(4)))
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 4
+        return self.head((x + self.out(scores.softmax(-1) @ self.value(x))).mean(1))
+
+
+def token_sums(seed):
+    x = torch.randint(12, (600, 4), generator=torch.Generator().manual_seed(seed))
+    return x, x.sum(1) % 3
+
+
+def test_attention_that_begins_uniform_has_no_vanished_gradient():
+    """Its queries get a tiny part of the gradient of others, but the embeddings before them get theirs."""
+    history = loop_history(Task(token_sums, SmallAttention, functional.cross_entropy, sgd(0.01), rounds=3))
+    pressure = dict(zip(layer_profile(history, 0).names, layer_profile(history, 0).pressure, strict=True))
+    assert pressure["query.weight"] < 5e-4 * max(pressure.values()) < pressure["embedding.weight"]
+    assert "VANISHING_GRADIENT" not in issues(history)
+
+
 def test_remarks_of_older_runs_about_adapters_count_for_nothing():
     """They were one for each matrix of zeros: a fault only where more than half of the model is."""
     store = MemoryStore()

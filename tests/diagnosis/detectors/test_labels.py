@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from fedvitals import lab
+from fedvitals.diagnosis.detectors.data import DETECTORS as WRONG_DATA
 from fedvitals.diagnosis.detectors.labels import DETECTORS
 from support.lab.examined import findings_by, first_rounds, watched
 
@@ -36,3 +37,10 @@ def test_a_client_that_loses_a_class_is_named_among_clients_that_differ_anyway()
 def test_new_data_without_a_class_is_no_loss() -> None:
     changes = lab.Population(changes=[lab.new_data(nodes=["c1", "c4"], since=2, alpha=0.3)])
     assert findings_by(watched(rounds=5, partition=lab.dirichlet(1.0), population=changes), DETECTORS) == []
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_a_class_whose_samples_are_labelled_as_another_is_not_missing(since: int) -> None:
+    history = watched(lab.label_flip(nodes=["c3"], source=1, target=2, since=since), rounds=4, clients=6)
+    assert findings_by(history, DETECTORS) == []
+    assert first_rounds(findings_by(history, WRONG_DATA)) == {("LABEL_FLIP", "c3"): since}

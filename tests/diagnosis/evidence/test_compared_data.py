@@ -160,6 +160,19 @@ def test_what_changed_is_told(change, kind):
     assert told.pair == ((1, 3) if change is flip else None)
 
 
+@pytest.mark.parametrize(("rates", "kind"), [((0.0, 0.6), "label_flip"), ((0.6, 0.6), "label_noise")])
+@pytest.mark.parametrize("seed", range(5))
+def test_of_two_classes_random_labels_are_not_a_flip(rates, kind, seed):
+    """The counts say of both that one class lost samples to the other."""
+    stream = np.random.default_rng(seed)
+    y = (stream.random(120) < 0.65).astype(int)
+    x = stream.normal(size=(120, 12)) + 1.2 * y[:, None]
+    wrong = np.where(stream.random(120) < np.array(rates)[y], 1 - y, y)
+    told = change_of_data(sketch(x, y), sketch(x, wrong, round_index=4))
+    assert told.kind == kind
+    assert 0 < told.moved <= float((wrong != y).mean())
+
+
 def test_a_little_more_light_is_no_fault():
     x, y = client(0)
     assert change_of_data(sketch(x, y), sketch(x * 1.3, y)) is None

@@ -82,7 +82,7 @@ def _change_in_words(node: Node, change: DataChange) -> str:
     match change.kind:
         case "label_flip" if change.pair is not None:
             old, new = change.pair
-            moved = f"{100 * change.moved:.0f} % of its labels"
+            moved = f"at least {100 * change.moved:.0f} % of its labels"
             return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
         case "label_flip":
             return f"{node} labels one class as another, and its inputs are the same{_labels_changed(change)}"

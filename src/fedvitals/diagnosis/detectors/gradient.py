@@ -43,6 +43,7 @@ FADED = 0.022  # pressure below which nothing is learnt; narrow deep networks th
 # are a tenth of what they should be give 0.012
 FADED_AFTER_REMARK = 0.5  # the same in the first rounds, if the initial weights were seen to be too small
 BROKEN_PROFILE = 5e-4  # of the layer with the highest pressure
+REACHED = 0.02  # the same for the layers before: gradients that get past a layer have not vanished on their way back
 UNLEARNT = 0.8  # of the blind guess's loss: below this, small gradients are the aim of training
 GUESSED = 0.1  # of accuracy above a blind guess: above this, something has been learnt
 STILL_UNITS = 0.45  # still units of narrow plain layers reach 0.44; in attention, a third of the biases (the keys')
@@ -184,7 +185,8 @@ def _loss_rose(history: History, round_index: int) -> bool:
 def vanishing(history: History, round_index: int) -> Iterator[Finding]:
     """VANISHING_GRADIENT: no pressure anywhere, or none on some layers, while nothing has been learnt.
 
-    Not reported for matrices that begin at 0 on purpose: an adapter's gradients are tiny until it has grown.
+    Not reported for matrices that begin at 0 on purpose: an adapter's gradients are tiny until it has grown. Nor for a
+    layer behind others whose gradients are usual, like the queries and keys of attention, which is uniform at first.
     """
     layers = layer_profile(history, round_index)
     if layers is None or not np.isfinite(layers.pressure).any() or not _unlearnt(history, round_index, layers.chance):
@@ -198,7 +200,8 @@ def vanishing(history: History, round_index: int) -> Iterator[Finding]:
     remarked = round_index < FIRST_ROUNDS and 2 * len(remarks) >= len(layers.names)
     faded = top < (FADED_AFTER_REMARK if remarked else FADED)
     nothing = bool(layers.zero.any())
-    broken = float(pressure[place]) < BROKEN_PROFILE * top and _broken_before(history, round_index)
+    reached = float(np.nanmax(pressure[:place], initial=0.0)) > REACHED * top
+    broken = float(pressure[place]) < BROKEN_PROFILE * top and not reached and _broken_before(history, round_index)
     if not (faded or nothing or broken):
         return
     if nothing:

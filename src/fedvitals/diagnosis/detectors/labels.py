@@ -17,6 +17,7 @@ import numpy as np
 from fedvitals.diagnosis.evidence.attendance import clients_of
 from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.label_counts import LabelCounts, label_counts
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import state_of
 from fedvitals.protocols import Detector, History, Node
@@ -40,15 +41,20 @@ class _Lacking:
 
 
 def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
-    """MISSING_CLASSES: a client without classes that nearly all other clients have."""
+    """MISSING_CLASSES: a client without classes that nearly all other clients have.
+
+    A class of which the client labels the samples as another is not missing.
+    """
     counts, lacking = label_counts(history, round_index), state_of(history, _Lacking)
     if lacking.version != counts.version:
         lacking.version, lacking.clients = counts.version, len(counts.histograms)
         lacking.classes = _lacking_classes(counts)
     missing = {**lacking.classes, **{node: sorted(lost) for node, lost in counts.vanished.items()}}
     present = set(clients_of(history, round_index)) if missing else set()
-    for node, labels in missing.items():
-        if node not in present:
+    for node, absent in missing.items():
+        relabelled = _relabelled(history, round_index, node)
+        labels = [label for label in absent if label != relabelled]
+        if node not in present or not labels:
             continue
         names = ", ".join(sorted(labels, key=lambda label: (len(label), label)))
         text = f"{node} has no sample of class {names}, which nearly all others have."
@@ -76,6 +82,17 @@ def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
                 severity="warning",
                 numbers=[Number("classes missing", sketch.lost, 0.0)],
             )
+
+
+def _relabelled(history: History, round_index: int, node: Node) -> str | None:
+    """Return the class of which a client labels the samples as another one, if its labels are known to be wrong so."""
+    suspect = examine_data(history, round_index).suspects.get(node)
+    if suspect is None or suspect.kind != "label_flip":
+        return None
+    if suspect.change is not None:
+        return None if suspect.change.pair is None else str(suspect.change.pair[0])
+    pair = None if suspect.deviation is None else suspect.deviation.pair
+    return None if pair is None else str(pair[1])
 
 
 def _lacking_classes(labels: LabelCounts) -> dict[Node, list[str]]:
