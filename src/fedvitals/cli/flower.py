@@ -75,10 +75,10 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
     On this machine the run gets a SuperLink of its own, which ends with it, and the log is shown as with --stream. For
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
+    place = _programs()  # before the imports, which need Flower
     from fedvitals.hosts.flower.superlink import superlink as started
     from fedvitals.hosts.flower.superlink import termination_as_exit
 
-    place = _programs()
     settings["run"] = settings["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
     environment = _environment(place, settings)
     address = remote_address(arguments, environment)

@@ -85,6 +85,7 @@ def watch(folder: Path, **settings: Any) -> None:
 
     The store is a file of the server's machine: give its path there by --store.
     """
+    _require_nvflare()
     from fedvitals.hosts.nvflare.job_folder import watch_folder
     from fedvitals.hosts.watch_settings import WatchSettings
 
@@ -94,9 +95,13 @@ def watch(folder: Path, **settings: Any) -> None:
     )
 
 
-def _environment(settings: dict[str, Any]) -> dict[str, str]:
+def _require_nvflare() -> None:
     if importlib.util.find_spec("nvflare") is None:
         raise MissingExtraError("nvflare", "nvflare", "`fedvitals nvflare`")
+
+
+def _environment(settings: dict[str, Any]) -> dict[str, str]:
+    _require_nvflare()
     from fedvitals.hosts.watch_settings import NVFLARE, WatchSettings, absolute_store
 
     settings["store"] = absolute_store(settings["store"])
