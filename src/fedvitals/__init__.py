@@ -82,7 +82,8 @@ _HOME = {
 
 # What is missing where torch is; else «torch».
 _EXTRA = {
-    "lab": "lab", "Tape": "replay", "open_replay": "replay", "huggingface": "huggingface", "lightning": "lightning"
+    "lab": "lab", "Tape": "replay", "open_replay": "replay", "flower": "flower", "huggingface": "huggingface",
+    "lightning": "lightning",
 }  # fmt: skip
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are strings
@@ -96,7 +97,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "nvflare", "transformers", "lightning"):
+        if missing not in ("torch", "flwr", "nvflare", "transformers", "lightning"):
             raise
         from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
 

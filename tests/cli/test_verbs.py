@@ -61,6 +61,9 @@ def test_help_names_every_verb_and_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for verb in ("demo", "runs", "show", "query", "bench"):
         assert verb in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2], (
+        "the summary of a verb is too long for a terminal of 80 columns"
+    )
 
 
 def test_demo_leaves_a_run_in_the_store(store, capsys):

@@ -58,6 +58,15 @@ for name in ("MLflow", "OpenTelemetry", "Prometheus", "WeightsAndBiases"):
     use(name, getattr(fv.sinks, name))
 use("TensorBoard", lambda: fv.sinks.TensorBoard("folder"))
 use("View", lambda: fv.probes.View)
+
+from fedvitals.cli.main import app
+
+sys.executable = "/nowhere/python"  # the folder in which the verb looks for Flower's programs
+sys.modules.update(flwr=None, nvflare=None)
+use("flower", lambda: fv.flower)
+use("nvflare", lambda: fv.nvflare)
+use("flower run", lambda: app.main(["flower", "run", "."], standalone_mode=False))
+use("nvflare watch", lambda: app.main(["nvflare", "watch", "."], standalone_mode=False))
 """
 
 
@@ -95,6 +104,10 @@ def test_missing_extras_are_named_with_the_install_line():
         "WeightsAndBiases 'fedvitals[wandb]'",
         "TensorBoard 'fedvitals[tensorboard]'",
         "View 'fedvitals[torch]'",
+        "flower 'fedvitals[flower]'",
+        "nvflare 'fedvitals[nvflare]'",
+        "flower run 'fedvitals[flower]'",
+        "nvflare watch 'fedvitals[nvflare]'",
     ]
 
 

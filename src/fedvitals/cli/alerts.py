@@ -34,12 +34,12 @@ def command() -> None:
     """Alerts by webhook, e-mail, command or file: see docs/alerts.md."""
 
 
-@command.command(epilog="Exit code: 1 if a channel did not take the message, 0 if all did, 2 for wrong use.")
+@command.command(epilog="Exit code: 1 if a channel did not accept the message, 0 if all did, 2 for wrong use.")
 @_config
-@click.option("--channel", help="Only this one.")
+@click.option("--channel", help="Only this channel.")
 @json_option
 def test(config: str, channel: str | None, as_json: bool) -> int:
-    """Send a test message through every channel, once, and say of each whether it was taken, and why not."""
+    """Send one test message through every channel, and print whether each accepted it, or why not."""
     from fedvitals.errors import ConfigError, unknown
     from fedvitals.sinks.alerts.channels import DeliveryError
     from fedvitals.sinks.alerts.config import load
@@ -72,12 +72,12 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
 
 @command.command()
 @_config
-@click.option("--all", "everything", is_flag=True, help=f"Every alert, not the first {ROWS} alone.")
+@click.option("--all", "everything", is_flag=True, help=f"Show every alert, not only the first {ROWS}.")
 @run_options
 def check(run: str | None, config: str, everything: bool, store: str | None, as_json: bool) -> None:
     """List the alerts that a stored run would have sent by these rules, and when; nothing is sent.
 
-    It is the same judgement as while it trains. RUN is a run's id, the beginning of one, or a name (its newest run);
+    The rules judge it exactly as during training. RUN is a run's id, the beginning of one, or a name (its newest run);
     without it, the newest run of all.
     """
     from fedvitals.sinks.alerts.config import load

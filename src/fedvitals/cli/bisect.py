@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 @click.command(
     epilog="Exit code: 0, whether or not culprits were found; 2 for wrong use or a run that cannot be run again."
 )
-@click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which all was well.")
-@click.option("--bad", type=int, required=True, metavar="ROUND", help="A later one in which it was not.")
+@click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which the run was still good.")
+@click.option("--bad", type=int, required=True, metavar="ROUND", help="A later round in which it was not.")
 @click.option(
-    "--metric", type=click.Choice(["loss", "accuracy"]), help="Default: both count; the one that became worse is shown."
+    "--metric",
+    type=click.Choice(["loss", "accuracy"]),
+    help="Metric to judge by. Default: both; the one that became worse is shown.",
 )
-@click.option("--until", metavar="CONDITION", help="What must hold again in the bad round: 'accuracy >= 0.8'.")
-@click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: where it was.")
+@click.option(
+    "--until", metavar="CONDITION", help="Condition that must hold again in the bad round, such as 'accuracy >= 0.8'."
+)
+@click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set, if it was moved.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")
 @run_options
 def command(
@@ -39,10 +43,12 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Find the smallest set of clients whose removal brings a run back to its good path, and their first bad round.
+    """Find the clients that spoiled a run, and since which round.
+
+    It searches for the smallest set of clients without whom the run stays good, and for their first bad round.
 
     RUN is a run of the lab with a tape: its id, the beginning of one, or a name (its newest run); without
-    it, the newest run of all. Rounds are truly run again, without some of the clients; every try is told.
+    it, the newest run of all. Rounds are executed again without some of the clients; every attempt is printed.
     """
     try:
         from fedvitals.replay.counterfactual import bisect

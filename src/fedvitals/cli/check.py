@@ -27,13 +27,13 @@ ROWS = 20  # of each list
     "(a detector failed, records were lost, a client trained outside of any round, more than a tenth of the "
     "client-rounds or the newest rounds could not be judged); 0 if not; 2 for wrong use."
 )
-@click.option("--notes", is_flag=True, help="Also what never was more than a note.")
+@click.option("--notes", is_flag=True, help="Also findings that never were more than a note.")
 @run_options
 def command(run: str | None, notes: bool, store: str | None, as_json: bool) -> int:
-    """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
+    """Examine a stored run again with this version's detectors.
 
-    Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run
-    of all.
+    Their findings are compared with the stored ones. Nothing is written. RUN is a run's id, the beginning of one, or a
+    name (its newest run); without it, the newest run of all.
     """
     from fedvitals.diagnosis.abstentions import examination
     from fedvitals.diagnosis.cases import cases, is_trouble

@@ -26,14 +26,15 @@ TEXT = 60  # characters of a setting, unless --all
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="A B [C ...]")
-@click.option("--repeats", is_flag=True, help="Take all runs of each name and configuration, as repeats.")
-@click.option("--all", "everything", is_flag=True, help="Every finding and every setting that differs.")
+@click.option("--repeats", is_flag=True, help="Compare all runs of each name and configuration, as repeats.")
+@click.option("--all", "everything", is_flag=True, help="Show every finding and every setting that differs.")
 @store_options
 def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str | None, as_json: bool) -> None:
-    """Compare runs: what changed from the first to the others, where they diverge, whether it can be chance, and why.
+    """Compare two or more runs.
 
-    A run is an id, the beginning of one, or a name (its newest run). Runs that differ by their seed only are repeats
-    of each other.
+    It shows what changed from the first run to the others, since when they differ, whether that can be chance, and why.
+    A run is an id, the beginning of one, or a name (its newest run). Runs that differ by their seed only are repeats of
+    each other.
     """
     from fedvitals.store import open_reader
     from fedvitals.views.comparison.runs import compare

@@ -31,9 +31,9 @@ ROWS = 8  # findings shown at the end
 @click.command()
 @click.option("--rounds", type=int, help="Rounds of training.  [default: 20]")
 @click.option("--clients", type=int, help="Clients of the federation.  [default: 20]")
-@click.option("--seed", default=7, show_default=True, help="Same seed, same run.")
-@click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients, unless said otherwise.")
-@click.option("--no-ui", is_flag=True, help="End after the run; without a terminal it does so anyway.")
+@click.option("--seed", default=7, show_default=True, help="Random seed; the same seed gives the same run.")
+@click.option("--quick", is_flag=True, help="Smaller defaults: 8 rounds, 10 clients.")
+@click.option("--no-ui", is_flag=True, help="Do not open the dashboard after the run; the default without a terminal.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port of the dashboard.  [default: 8321, or the next free]")
 @store_options
 def command(
@@ -46,9 +46,10 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Train twenty clients on hand-written digits; one gets wrong labels from round 5 on. Watch it stand out.
+    """Train a federation on digits, with one faulty client.
 
-    A plain PyTorch loop with the monitor attached; the result stays in the store, and the dashboard opens on it.
+    Twenty clients train on hand-written digits; one gets wrong labels from round 5 on. The demo is a plain PyTorch
+    loop with the monitor attached; the run is kept in the store, and the dashboard opens on it.
     """
     try:
         import torch

@@ -52,7 +52,9 @@ COLOURS = {"fine": "green", "note": "yellow", "trouble": "red"}
 @click.option("--mend", is_flag=True, help="Repair what can be repaired. Nothing that can be read is deleted.")
 @json_option
 def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> None:
-    """Examine this installation and a store, and say what is wrong with them. Exit code 1: something is.
+    """Check this installation and a store for problems.
+
+    The exit code is 1 if there is one.
 
     STORE is a file or postgresql://...; without it, the store is the default one, if there is one.
     """

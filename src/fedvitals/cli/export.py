@@ -32,7 +32,7 @@ TELL_SECONDS = 2.0
     epilog="perfetto: a trace for ui.perfetto.dev. parquet, arrow, csv: every table (docs/schema.md) as a file. "
     "tensorboard, mlflow, wandb: curves and histograms. otel: spans and metrics, to --endpoint. See docs/exporters.md."
 )
-@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="What it is for.")
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="Format to export to.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -50,7 +50,7 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Hand a stored run to another tool.
+    """Export a stored run to the format of another tool.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """

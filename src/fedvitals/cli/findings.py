@@ -33,10 +33,10 @@ WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
     "detector looked, a detector or a sink failed, records were lost, a client trained outside of any round, more than "
     "a tenth of the client-rounds or the newest rounds could not be judged); 0 if not; 2 for wrong use."
 )
-@click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
-@click.option("--node", help="Only what concerns one node, in full.")
+@click.option("--round", "number", type=int, help="The problems of one round, as they were judged in that round.")
+@click.option("--node", help="Only the problems of one client or other node, in full.")
 @click.option("--all", "everything", is_flag=True, help="Every case in full: numbers, causes, remedies.")
-@click.option("--notes", is_flag=True, help="Also what never was more than a note. With --node they are shown anyway.")
+@click.option("--notes", is_flag=True, help="Also findings that never were more than a note; always shown with --node.")
 @run_options
 def command(
     run: str | None,
@@ -47,7 +47,7 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> int:
-    """List what the detectors found in a run, each trouble once, worst first.
+    """List the problems that were found in a run, the worst first.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """

@@ -37,26 +37,31 @@ NOTHING = (
 
 @click.group()
 def command() -> None:
-    """Watch Flower apps with no line in them, on this machine or in a deployment.
+    """Monitor Flower apps without changing them.
 
-    Guards, detectors of your own and corrections need the two lines in the app: see docs/flower.md.
+    It works on this machine and in deployments. Guards, detectors of your own and corrections need two lines in the
+    app: see docs/flower.md.
     """
 
 
 def _settings(*, server: bool) -> Callable[[F], F]:
     def add(function: F) -> F:
         options = [
-            click.option("--probes", metavar="PRESET", help="What is measured: light, standard, deep."),
-            click.option("--privacy", type=click.IntRange(0, 4), help="The most that may be told of a client."),
+            click.option("--probes", metavar="PRESET", help="What to measure: light, standard or deep."),
             click.option(
-                "--tracebacks", is_flag=True, default=None, help="Tell whole tracebacks; they may quote data."
+                "--privacy",
+                type=click.IntRange(0, 4),
+                help="Highest privacy level that may leave a client: docs/metrics.md.",
             ),
             click.option(
-                "--tape", metavar="DIR", help="Record for `fedvitals replay`; what clients are sent stays in here."
+                "--tracebacks", is_flag=True, default=None, help="Send whole tracebacks, which may quote data."
+            ),
+            click.option(
+                "--tape", metavar="DIR", help="Folder in which to record what clients are sent, for `fedvitals replay`."
             ),
         ]
         if server:
-            options += [click.option("--run", metavar="NAME", help="The name of runs."), store_option]
+            options += [click.option("--run", metavar="NAME", help="Name of the runs."), store_option]
         for option in options:
             function = option(function)
         return function
@@ -68,17 +73,17 @@ def _settings(*, server: bool) -> Callable[[F], F]:
 @_settings(server=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flwr run]...")
 def run(arguments: tuple[str, ...], **settings: Any) -> int:
-    """Run an app as `flwr run` does, watched.
+    """Run an app as `flwr run` does, with monitoring.
 
-    All arguments but ours go on to it:  fedvitals flower run . --run-config "num-server-rounds=3"
+    All other arguments are passed on to it:  fedvitals flower run . --run-config "num-server-rounds=3"
 
     On this machine the run gets a SuperLink of its own, which ends with it, and the log is shown as with --stream. For
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
+    place = _programs()  # before the imports, which need Flower
     from fedvitals.hosts.flower.superlink import superlink as started
     from fedvitals.hosts.flower.superlink import termination_as_exit
 
-    place = _programs()
     settings["run"] = settings["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
     environment = _environment(place, settings)
     address = remote_address(arguments, environment)
@@ -111,9 +116,9 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
 @_settings(server=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-superlink]...")
 def superlink(arguments: tuple[str, ...], **settings: Any) -> None:
-    """Start `flower-superlink`, watched.
+    """Start `flower-superlink` with monitoring.
 
-    The server side of every app that is sent to it keeps its run in the store, on this machine.
+    The server side of every app that is sent to it stores its run on this machine.
     """
     _become("flower-superlink", arguments, settings)
 
@@ -122,20 +127,22 @@ def superlink(arguments: tuple[str, ...], **settings: Any) -> None:
 @_settings(server=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-supernode]...")
 def supernode(arguments: tuple[str, ...], **settings: Any) -> None:
-    """Start `flower-supernode`, watched.
+    """Start `flower-supernode` with monitoring.
 
-    The client side of every app measures here; what may leave this machine is said here, too.
+    The client side of every app is measured here; the options say what may leave this machine.
     """
     _become("flower-supernode", arguments, settings)
 
 
 @command.command()
 @_settings(server=True)
-@click.option("--file", "as_file", is_flag=True, help="Without `export`: for EnvironmentFile= of systemd, or Docker.")
+@click.option(
+    "--file", "as_file", is_flag=True, help="Print them without `export`, for systemd's EnvironmentFile= or Docker."
+)
 def env(as_file: bool, **settings: Any) -> None:
-    """Print the environment variables.
+    """Print the environment variables that turn monitoring on.
 
-    For servers that something else starts:  eval "$(fedvitals flower env)"
+    For servers that another program starts:  eval "$(fedvitals flower env)"
     """
     from fedvitals.hosts.watch_settings import FLOWER, WatchSettings, absolute_store
 

@@ -141,11 +141,11 @@ def plugins_left_out() -> list[str]:
 @click.command(
     cls=Verbs,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="The store is runs.db here, or what FEDVITALS_STORE names; every verb that reads runs takes --store.",
+    epilog="The store is runs.db in this folder or what FEDVITALS_STORE names; verbs that read runs take --store.",
 )
 @click.version_option(__version__, message="fedvitals %(version)s")
 def app() -> None:
-    """The vital signs of federated learning: which client, layer and round is ill, and why."""
+    """Observability for federated learning: find out which client, layer and round is faulty, and why."""
 
 
 def _harmless(text: str) -> str:

@@ -14,10 +14,11 @@ from fedvitals.errors import MissingExtraError
 @click.option("--port", type=click.IntRange(0, 65535), default=8322, show_default=True, help="Port for --http.")
 @store_option
 def command(http: bool, port: int, store: str | None) -> None:
-    """Serve a store's runs to AI agents by the Model Context Protocol: twelve tools that only read.
+    """Serve a store to AI agents (Model Context Protocol).
 
-    An agent starts this itself and talks to it on standard input and output: docs/agents.md has the settings. With
-    --http it listens on 127.0.0.1 and nowhere else. The agent sees that one store, and no other file.
+    The twelve tools only read. An agent starts this itself and talks to it on standard input and output: docs/agents.md
+    has the settings. With --http it listens on 127.0.0.1 and nowhere else. The agent sees that one store, and no other
+    file.
     """
     try:
         from fedvitals.agents import server

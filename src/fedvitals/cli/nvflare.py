@@ -32,7 +32,7 @@ NOTHING = (
 
 @click.group()
 def command() -> None:
-    """Watch NVFlare jobs with no line in their scripts.
+    """Monitor NVFlare jobs without changing their scripts.
 
     With a line in the script, fv.nvflare.attach(recipe, "runs.db"), none of this is needed: see docs/nvflare.md.
     """
@@ -40,11 +40,13 @@ def command() -> None:
 
 def _settings(function: F) -> F:
     options = [
-        click.option("--probes", metavar="PRESET", help="What is measured: light, standard, deep."),
-        click.option("--privacy", type=click.IntRange(0, 4), help="The most that may be told of a site."),
-        click.option("--tracebacks", is_flag=True, default=None, help="Tell whole tracebacks; they may quote data."),
+        click.option("--probes", metavar="PRESET", help="What to measure: light, standard or deep."),
+        click.option(
+            "--privacy", type=click.IntRange(0, 4), help="Highest privacy level that may leave a site: docs/metrics.md."
+        ),
+        click.option("--tracebacks", is_flag=True, default=None, help="Send whole tracebacks, which may quote data."),
         click.option("--guard", type=click.Choice(["report", "drop", "fail"]), help="What to do with NaN in updates."),
-        click.option("--run", metavar="NAME", help="The name of the run."),
+        click.option("--run", metavar="NAME", help="Name of the run."),
         store_option,
     ]
     for option in options:
@@ -57,9 +59,9 @@ def _settings(function: F) -> F:
 @click.argument("job", type=click.Path(exists=True, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(job: Path, arguments: tuple[str, ...], **settings: Any) -> int:
-    """Run a job, watched: the script of a recipe, or the folder of a job.
+    """Run a job with monitoring: a recipe's script or a job's folder.
 
-    A script gets all arguments but ours:  fedvitals nvflare run job.py --rounds 5
+    All other arguments are passed on to the script:  fedvitals nvflare run job.py --rounds 5
 
     A folder is given to NVFlare's simulator, with its arguments:  fedvitals nvflare run fl_job/digits -n 4
     """
@@ -81,10 +83,11 @@ def run(job: Path, arguments: tuple[str, ...], **settings: Any) -> int:
 @_settings
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def watch(folder: Path, **settings: Any) -> None:
-    """Write our components into an exported job's folder, in place, before it is submitted.
+    """Add the monitoring components to an exported job's folder, in place, before it is submitted.
 
-    The store is a file of the server's machine: give its path there by --store.
+    The store is a file on the server: --store is its path there.
     """
+    _require_nvflare()
     from fedvitals.hosts.nvflare.job_folder import watch_folder
     from fedvitals.hosts.watch_settings import WatchSettings
 
@@ -94,9 +97,13 @@ def watch(folder: Path, **settings: Any) -> None:
     )
 
 
-def _environment(settings: dict[str, Any]) -> dict[str, str]:
+def _require_nvflare() -> None:
     if importlib.util.find_spec("nvflare") is None:
         raise MissingExtraError("nvflare", "nvflare", "`fedvitals nvflare`")
+
+
+def _environment(settings: dict[str, Any]) -> dict[str, str]:
+    _require_nvflare()
     from fedvitals.hosts.watch_settings import NVFLARE, WatchSettings, absolute_store
 
     settings["store"] = absolute_store(settings["store"])

@@ -28,7 +28,7 @@ def store_option(function: F) -> F:
     return click.option(
         "--store",
         metavar="STORE",
-        help="The store: a file or postgresql://... Default: FEDVITALS_STORE, else runs.db in this folder.",
+        help="Store to use: a file or postgresql://... Default: FEDVITALS_STORE, else runs.db in this folder.",
     )(function)
 
 

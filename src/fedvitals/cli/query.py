@@ -16,10 +16,12 @@ from fedvitals.cli.screen import WIDE, new_console, new_table, shown
     "\"SELECT node, round, value FROM metrics WHERE name = 'update.norm' ORDER BY value DESC LIMIT 5\""
 )
 @click.argument("sql")
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="At most so many rows.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Largest number of rows to print."
+)
 @store_options
 def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
-    """Ask a store anything in SQL; nothing can be changed this way."""
+    """Run one SQL SELECT on a store; nothing can be changed this way."""
     from fedvitals.store import open_reader
     from fedvitals.store.read.ask import query
 

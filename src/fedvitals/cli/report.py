@@ -10,12 +10,16 @@ from fedvitals.cli.options import newest_run_stated, print_json, store_options
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN ...]")
-@click.option("-o", "--output", metavar="FILE", help="FILE.html (default: RUN-report.html here), FILE.pdf or FILE.md.")
-@click.option("--force", is_flag=True, help="Write over a file that is no report of ours.")
+@click.option(
+    "-o", "--output", metavar="FILE", help="File to write: .html, .pdf or .md. Default: RUN-report.html in this folder."
+)
+@click.option("--force", is_flag=True, help="Overwrite a file even if it is not a report of fedvitals.")
 @store_options
 def command(runs: tuple[str, ...], output: str | None, force: bool, store: str | None, as_json: bool) -> None:
-    """Write a run's report: what happened, the evidence, what to do, and an appendix on clients, layers, time,
-    configuration and what was not measured. Of several runs: the comparison.
+    """Write a run's report as HTML, PDF or Markdown.
+
+    It has what happened, the evidence, what to do, and an appendix on clients, layers, time, configuration and what was
+    not measured. For several runs, it is the comparison.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all. HTML is one
     file that needs nothing else; PDF is printed by Chromium; Markdown has its pictures beside it, in FILE_files.

@@ -31,7 +31,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 @store_options
 @click.pass_context
 def command(context: click.Context, store: str | None, as_json: bool) -> None:
-    """List the runs of a store, the newest first. An id begins with the time the run did."""
+    """List the runs of a store, the newest first. A run's id begins with the time at which it started."""
     context.obj = store
     if context.invoked_subcommand is None:
         _list(store, as_json)
@@ -147,7 +147,7 @@ def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | Non
 
 
 @command.command()
-@click.option("--keep-bytes", required=True, metavar="SIZE", help="What the store may take: 500MB, 2GiB, 1000000.")
+@click.option("--keep-bytes", required=True, metavar="SIZE", help="Size that the store may have: 500MB, 2GiB, 1000000.")
 @store_options
 @click.pass_obj
 def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -> None:

@@ -48,7 +48,9 @@ COLUMNS = {
 @click.option("--all", "everything", is_flag=True, help="Every client and layer, not only those that stand out most.")
 @run_options
 def command(run: str | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> None:
-    """Show a run's vital signs, and the clients and layers that stand out, those first.
+    """Show a run's health card.
+
+    It has the verdict, the vital signs over the rounds, and the clients and layers that stand out most.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """

@@ -22,16 +22,18 @@ from fedvitals.cli.options import opened_run, store_option
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; with another than this machine's own, reading needs the printed token, too.",
+    help="Address to listen on; unless it is a loopback address, reading needs the printed token, too.",
 )
-@click.option("--root-path", default="", metavar="PATH", help="Path that a reverse proxy has for it, like /fedvitals.")
+@click.option(
+    "--root-path", default="", metavar="PATH", help="Path under which a reverse proxy serves it, such as /fedvitals."
+)
 @click.option(
     "--allow-host",
     multiple=True,
     metavar="NAME",
-    help="Name that a reverse proxy shows it by; reading then needs the printed token, too. May be given often.",
+    help="Host name under which a reverse proxy serves it; reading then needs the printed token, too. Repeatable.",
 )
-@click.option("--demo", is_flag=True, help="Show a stored example; nothing is trained.")
+@click.option("--demo", is_flag=True, help="Open a stored example instead; nothing is trained.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @store_option
 def command(
@@ -44,9 +46,10 @@ def command(
     no_open: bool,
     store: str | None,
 ) -> None:
-    """Open the dashboard on a store: which run is ill, who, since when, why, and where the time went.
+    """Open the dashboard on a store.
 
-    RUN opens that run at once. Runs that are training move by themselves. Ctrl-C ends it; trainings do not notice.
+    It shows which run has a problem, which client, since when and why, and where the time went. With RUN, it opens on
+    that run. Runs in training are updated live. Ctrl-C stops the dashboard, not the training.
     """
     where: dict[str, Any] = {"host": host, "port": port, "root": root_path, "proxy_hosts": allow_host}
     if not demo:

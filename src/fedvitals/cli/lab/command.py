@@ -37,27 +37,36 @@ FINDINGS_NAMED = 4  # named at the end of a run
     "--engine",
     default="auto",
     show_default=True,
-    help="sequential, reuse, stacked, flower (on Ray), or auto (measured).",
+    help="Engine: sequential, reuse, stacked, flower (on Ray), or auto, which measures and takes the fastest.",
 )
 @click.option("--workers", type=int, help="Worker processes, or SuperNodes (flower). Default: one per core.")
-@click.option("--superlink", metavar="NAME", help="Engine flower: a connection of your Flower's, in place of Ray.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Engine flower: of a round's answers. Default: an hour.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
+@click.option(
+    "--superlink", metavar="NAME", help="Engine flower: a connection of your Flower configuration, instead of Ray."
+)
+@click.option(
+    "--timeout",
+    type=float,
+    metavar="SECONDS",
+    help="Engine flower: how long to wait for a round's replies. Default: an hour.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Device: cpu, or cuda (engine stacked).")
 @click.option(
     "--precision",
     type=click.Choice(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Of products, on cuda: tf32 and bfloat16 are quicker and coarser.",
+    help="Precision of matrix products on cuda; tf32 and bfloat16 are faster and less exact.",
 )
 @click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
 @click.option("--run", "named", metavar="NAME", help="The run's name. Default: the experiment's, else the file's.")
-@click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")
-@click.option("--plan", is_flag=True, help="Show the experiment and who holds what; train nothing.")
-@click.option("--download", is_flag=True, help="Fetch the official data set first, into --data.")
-@click.option("--tape/--no-tape", default=None, help="Keep what a replay needs, beside the store.  [default: --tape]")
-@click.option("--tape-budget", default="1 GB", show_default=True, metavar="SIZE", help="The most that the tape takes.")
-@click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
+@click.option("--resume", is_flag=True, help="Continue where this experiment was interrupted.")
+@click.option("--plan", is_flag=True, help="Show the experiment and which client holds which data; train nothing.")
+@click.option("--download", is_flag=True, help="Download the official data set to --data first.")
+@click.option(
+    "--tape/--no-tape", default=None, help="Record what a replay needs, next to the store.  [default: --tape]"
+)
+@click.option("--tape-budget", default="1 GB", show_default=True, metavar="SIZE", help="Largest size of the tape.")
+@click.option("--unwatched", is_flag=True, help="Train without the monitor; nothing is stored.")
 @store_options
 def command(
     experiment: str,
@@ -69,9 +78,10 @@ def command(
     download: bool,
     **how: Any,
 ) -> None:
-    """Run the federation that EXPERIMENT.toml describes, watched; the same seed gives the same weights.
+    """Simulate and monitor the federation of EXPERIMENT.toml.
 
-    Ctrl-C keeps what there is; --resume goes on from there, bit for bit.
+    The same seed gives the same weights. After Ctrl-C the finished rounds are kept; --resume continues from there, bit
+    for bit.
     """
     try:
         from fedvitals import lab

@@ -17,16 +17,20 @@ WIDEST = 200  # columns: beyond that, the eye loses the line
 
 
 @click.command()
-@click.option("--round", "number", type=int, help="Whose waterfall to show. Default: the longest round's.")
+@click.option("--round", "number", type=int, help="Round whose waterfall to show. Default: the longest round.")
 @click.option(
-    "--clock", type=click.Choice(["real", "virtual"]), help="Default: the lab's virtual clock where the run has one."
+    "--clock",
+    type=click.Choice(["real", "virtual"]),
+    help="Clock to use. Default: the lab's virtual clock where the run has one.",
 )
 @click.option("--target", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-              help="A round time: which bandwidth would each client need for it?")  # fmt: skip
+              help="Show which bandwidth each client would need for rounds of this length.")  # fmt: skip
 @click.option("--try", "tries", type=click.IntRange(min=1), is_flag=False, flag_value=3, metavar="[N]",
-              help="Lab runs: run the first N (3) remedies. What do they gain, and cost in accuracy?")  # fmt: skip
-@click.option("--devices", is_flag=True, help="On which devices would the largest client fit, and what would help?")
-@click.option("--all", "everything", is_flag=True, help="Every client, layer and round, not only the first few.")
+              help="Lab runs: train with the first N (3) remedies, and show what each gains and costs.")  # fmt: skip
+@click.option(
+    "--devices", is_flag=True, help="Show on which devices the largest client would fit, and what would help."
+)
+@click.option("--all", "everything", is_flag=True, help="Show every client, layer and round, not only the first few.")
 @run_options
 def command(
     run: str | None,
@@ -39,7 +43,9 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Show where a run's time, memory and bytes went: what bounds it, who holds it up, what would help.
+    """Show where a run's time, memory and bytes went.
+
+    It says what limits the rounds, which clients slow them down, and what would help.
 
     RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """

@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog="Exit code: 1 if --verify finds a difference, 0 if not, 2 for wrong use or nothing to read.")
-@click.option("--verify", is_flag=True, help="Run rounds again, and prove by digests that all bits are the same.")
-@click.option("--rounds", metavar="3-9", help="With --verify: these rounds only.")
-@click.option("--round", "number", type=int, help="Begin at this round.")
-@click.option("--node", help="Go into this client; with --verify, look at its updates only.")
-@click.option("--pdb", is_flag=True, help="Run that client in that round again under Python's debugger.")
+@click.option("--verify", is_flag=True, help="Execute rounds again, and check by digests that every bit is the same.")
+@click.option("--rounds", metavar="3-9", help="With --verify: only these rounds.")
+@click.option("--round", "number", type=int, help="Start at this round.")
+@click.option("--node", help="Open this client; with --verify, check only its updates.")
+@click.option("--pdb", is_flag=True, help="Execute the client --node in round --round again under Python's debugger.")
 @click.option("--tape", type=click.Path(), help="At a Flower client's site: the folder of its own tape.")
-@click.option("--phase", default="train", show_default=True, help="With --tape: of which kind the message was.")
+@click.option("--phase", default="train", show_default=True, help="With --tape: the kind of the message.")
 @click.option(
-    "--app", type=click.Path(), help="Of a Flower run: the app's folder. Its code is run; needed with --tape."
+    "--app", type=click.Path(), help="Flower runs: the app's folder. Its code is executed; needed with --tape."
 )
-@click.option("--strategy", metavar="MODULE:NAME", help="Of a Flower run: what makes its strategy, to aggregate again.")
-@click.option("--loop", metavar="MODULE:NAME", help="Of a plain loop: what has its restore() and train().")
-@click.option("--workers", type=int, default=1, show_default=True, help="Processes; the bits are the same.")
-@click.option("--data", type=click.Path(), help="Where the data set lies, if not where it did.")
-@click.option("--script", metavar="FILE", help="Take commands from a file; - is standard input.")
-@click.option("-c", "commands", multiple=True, metavar='"goto 12; into c7"', help="Take these commands.")
+@click.option(
+    "--strategy", metavar="MODULE:NAME", help="Flower runs: the function that makes the strategy, to aggregate again."
+)
+@click.option("--loop", metavar="MODULE:NAME", help="Plain loops: the object with restore() and train().")
+@click.option(
+    "--workers", type=int, default=1, show_default=True, help="Worker processes; the bits do not depend on it."
+)
+@click.option("--data", type=click.Path(), help="Folder of the data set, if it was moved.")
+@click.option("--script", metavar="FILE", help="Read commands from a file; - is standard input.")
+@click.option("-c", "commands", multiple=True, metavar='"goto 12; into c7"', help="Execute these commands; repeatable.")
 @run_options
 def command(
     run: str | None,
@@ -55,10 +59,11 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> int:
-    """Rewind a run: step through its rounds and clients, prove it, ask «what if».
+    """Step through a recorded run, prove it, or change it.
 
-    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all. Without a
-    terminal and without commands this prints what can be replayed, and how.
+    Rounds and clients can be inspected, executed again bit for bit, and executed under other settings. RUN is a run's
+    id, the beginning of one, or a name (its newest run); without it, the newest run of all. Without a terminal and
+    without commands this prints what can be replayed, and how.
     """
     from fedvitals.cli.replay.prompt import ProgressBar, lines_of
     from fedvitals.replay.debugger.session import open_replay

@@ -82,9 +82,10 @@ SHOWN = {  # the rest is for --json
 )
 @json_option
 def command(part: str | None, quick: bool, as_json: bool, **more: Any) -> None:
-    """Measure what fedvitals costs on this machine: all parts, or one of them.
+    """Measure what fedvitals costs on this machine.
 
-    Everything is compared in one run, interleaved, and given as a ratio with its spread.
+    All parts are measured, or one of them. Everything is compared in one run, in turns, and reported as a ratio with
+    its interval.
     """
     given = _options_by_part(part, {name: value for name, value in more.items() if value})
     results: dict[str, list[dict[str, Any]]] = {}

@@ -70,10 +70,10 @@ def command(
     judge: bool,
     as_json: bool,
 ) -> int:
-    """Train federations with known faults, and their healthy twins; examine all; write how well it went.
+    """Measure how good the detectors are on planted faults.
 
-    Every run is kept: stopped at any moment, the same command goes on where it was. When detectors change, only the
-    examination is done anew. A bank in TOML can be given from outside: see docs/faultbank.md.
+    It trains federations with known faults and their healthy twins, and writes a page. The same command continues where
+    it was stopped; when detectors change, only the examination is repeated. docs/faultbank.md describes banks in TOML.
 
     On a machine that is lent for minutes: --pack here; the pack's run.py there; --merge here.
     """

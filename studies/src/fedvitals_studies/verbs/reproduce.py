@@ -68,10 +68,10 @@ def command(
     merge: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Run the study of gradient scale monitoring (GSC) again, and put each of its claims beside what is seen here.
+    """Repeat a published study, and check its claims.
 
-    Results are kept per condition: stopped at any moment, it goes on where it was. Only GTSRB, whole, with 100 clients
-    and the paper's rounds is called a reproduction. Exit code 1: some condition could not be run.
+    `gsc` is the study of gradient scale monitoring. The same command continues where it was stopped. Only all of GTSRB
+    with 100 clients and the paper's rounds is called a reproduction. Exit code 1: some condition could not be run.
 
     `factorial` runs the initial study under every reading of what the paper leaves open (64 cells, 5 repeats), then an
     epoch as iteration in the cells that agree best, then the extended study under the likeliest reading; the page of
