@@ -27,6 +27,10 @@ RESCALED = 0.02  # relative difference up to which new inputs are the old ones t
 SAME_MEANS = 0.6, 1.6  # times the old class means: within this range they stayed, as they do under noise
 NOISIER, LESS_NOISY = 1.15, 1.05  # times the variance within classes, and the standard deviation of all inputs
 FACTOR = 2.0  # or its inverse; beyond it, another scale is a fault
+LONGEST = 1e45  # of a mean of inputs, which are at most 3e38; spreads and covariances are at most its square
+MOST_SAMPLES = 1 << 40
+LEAST_EIGENVALUE = -0.05  # of a correlation matrix of 32 rows whose numbers have 3 digits
+ROUNDED = 1.02  # times a sum of rounded numbers
 KINDS = ("label_noise", "label_flip", "input_scale", "input_noise", "inputs")  # of changes
 UNCHANGED = "none"
 
@@ -78,20 +82,26 @@ class DataSketch:
         return min(1.0, max(0.01, 1 - self.scalars.get("duplicates", 0.0)))
 
 
+def read_sketch(round_index: int, data: Mapping[str, Any]) -> DataSketch | None:
+    """Return the description in an event's data; None if it cannot be read, because a client may send anything."""
+    try:
+        return sketch_from(round_index, data)
+    except (TypeError, ValueError, KeyError, OverflowError, AttributeError, np.linalg.LinAlgError):
+        return None
+
+
 def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     """Return the description in an event's data; raises an error if it is malformed."""
     names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
     scalars = {name: float(data[name]) for name in names if name in data}
-    known = (
-        round_index,
-        int(data["samples"]),
-        data.get("inputs"),
-        data.get("labels"),
-        int(data.get("looks", 0)),
-        scalars,
-    )
+    samples, checksums = int(data["samples"]), (data.get("inputs"), data.get("labels"))
+    if not 0 <= samples <= MOST_SAMPLES or not all(known is None or type(known) is int for known in checksums):
+        raise ValueError("Samples are counted, and checksums are whole numbers.")
+    known = (round_index, samples, *checksums, int(data.get("looks", 0)), scalars)
     if "means" not in data:
-        change, lost = _told_change(round_index, data), max(0, int(data.get("classes_lost", 0)))
+        change, lost = _told_change(round_index, data), int(data.get("classes_lost", 0))
+        if not 0 <= lost <= MOST_SAMPLES:
+            raise ValueError("Classes are counted.")
         return DataSketch(*known, labelled=False, change=change, lost=lost, compared="change" in data)
     upper = np.array(data["covariance"], dtype=np.float64)
     dimensions = (math.isqrt(8 * len(upper) + 1) - 1) // 2
@@ -103,16 +113,42 @@ def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     classes = tuple(int(label) for label in data["classes"])
     counts, spreads = (np.array(data[name], dtype=np.float64).reshape(len(classes)) for name in ("counts", "spreads"))
     means = np.array(data["means"], dtype=np.float64).reshape(len(classes), dimensions)
-    finite = all(np.isfinite(part).all() for part in (covariance, counts, spreads, means))
-    if not finite or (counts < 1).any() or (spreads < 0).any() or len({*classes}) < len(classes):
-        raise ValueError("A sketch holds finite numbers, and each class once.")
-    freedom = max(1, int(data["freedom"]))
-    return DataSketch(*known, bool(data["labelled"]), classes, counts, means, spreads, covariance, freedom)
+    sketch = DataSketch(
+        *known, bool(data["labelled"]), classes, counts, means, spreads, covariance, max(1, int(data["freedom"]))
+    )
+    _check_possible(sketch)
+    return sketch
+
+
+def _check_possible(sketch: DataSketch) -> None:
+    """Raise a ValueError unless some samples have these classes, means and variances: one client that reports others
+    would distort what all clients are compared with.
+    """
+    counts, spreads, covariance = sketch.counts, sketch.spreads, sketch.covariance
+    bounds = ((sketch.means, LONGEST), (covariance, LONGEST**2), (spreads, LONGEST**2), (counts, MOST_SAMPLES))
+    if not all((np.abs(numbers) <= most).all() for numbers, most in bounds) or not (spreads >= 0).all():
+        raise ValueError("A sketch holds finite numbers, and inputs have no such size.")
+    if len({*sketch.classes}) < len(sketch.classes) or any(abs(label) >= 1 << 63 for label in sketch.classes):
+        raise ValueError("A sketch holds each class once.")
+    if not (counts >= 1).all() or max(float(counts.sum()), sketch.freedom) > max(sketch.samples, 1):
+        raise ValueError("A sketch describes no more samples than there are.")
+    variances = np.diagonal(covariance)
+    lengths = np.sqrt(np.maximum(variances, 0.0))
+    correlation = covariance / np.maximum(np.outer(lengths, lengths), 1e-300)
+    if (variances < 0).any() or (len(variances) and np.linalg.eigvalsh(correlation)[0] < LEAST_EIGENVALUE):
+        raise ValueError("A covariance of a sketch is one.")
+    within = float(((counts - 1) * spreads).sum())  # of the last directions, and perhaps of fewer classes
+    if within > ROUNDED * sketch.freedom * float(variances.sum()) + 1e-300:
+        raise ValueError("Classes of a sketch scatter no more than all of them do.")
 
 
 def _told_change(round_index: int, data: Mapping[str, Any]) -> DataChange | None:
     kind, moved = data.get("change"), float(data.get("moved", math.nan))
-    return DataChange(str(kind), round_index, moved) if kind in KINDS else None
+    if kind not in KINDS:
+        return None
+    if abs(moved) > (1.0 if str(kind).startswith("label") else LONGEST**2):
+        raise ValueError("A share of labels is at most 1, and no input grows by so much.")
+    return DataChange(str(kind), round_index, moved)
 
 
 def vanished_labels(

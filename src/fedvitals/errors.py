@@ -79,6 +79,14 @@ class PluginError(FedvitalsError):
     """A command or a detector of another distribution cannot be loaded."""
 
 
+def text_of(value: object) -> str:
+    """Return a user's object as text, such as an exception; if its own code for that fails, say so."""
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - a broken __str__ in user code
+        return f"<{type(value).__name__} whose text fails with {type(error).__name__}>"
+
+
 def unknown(what: str, got: str, known: Iterable[str]) -> str:
     """Return the sentence that answers a wrong name: what was given, what exists, what was probably meant."""
     names = sorted(known)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedvitals.errors import StoreError
+from fedvitals.errors import StoreError, text_of
 from fedvitals.protocols import Message, Node, TapeRecorder
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class LoopTape:
 
     def failed(self, error: BaseException) -> None:
         """Keep a round that was left by an exception as it is, so that it can be examined."""
-        self._notes["failed"] = f"{type(error).__name__}: {error}"[:1000]
+        self._notes["failed"] = f"{type(error).__name__}: {text_of(error)}"[:1000]
 
     def round_end(self, number: int, state: Any, metrics: Mapping[str, float]) -> None:
         """Record the global model after the round, with its metrics."""

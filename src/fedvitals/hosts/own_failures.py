@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from fedvitals.errors import text_of
+
 logger = logging.getLogger("fedvitals")
 
 
@@ -16,7 +18,7 @@ def guarded(doing: str, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - the training goes on, whatever happens to us
-        _warn_once(f"{doing}: {type(error).__name__}: {error}")
+        _warn_once(f"{doing}: {type(error).__name__}: {text_of(error)}")
         return None
 
 

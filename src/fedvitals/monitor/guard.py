@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedvitals.diagnosis.gaps import MonitorFailure
-from fedvitals.errors import UnsuitedError
+from fedvitals.errors import UnsuitedError, text_of
 from fedvitals.monitor.emission import Emission
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads, Scopes
@@ -80,7 +80,7 @@ class Guard:
         if self.strict and not abstains:
             raise error
         kind = type(error).__name__
-        cause = f"{doing}: {kind}: {error}"[:1000]
+        cause = f"{doing}: {kind}: {text_of(error)}"[:1000]
         place, data = where(scope or self._scopes.here()), {"doing": doing, "exception": kind}
         own = self._reported.setdefault(place.node, set())
         first = cause not in self._causes

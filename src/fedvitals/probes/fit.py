@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from fedvitals.errors import UnsuitedError
+from fedvitals.errors import UnsuitedError, text_of
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import CALL, FLOOR_ROUNDS, FORWARD, Allowance, Turn, training_work
 from fedvitals.probes.differentiate import logits_of
@@ -115,7 +115,7 @@ def predict(model: nn.Module, loss: Callable[..., Any], x: samples.Inputs, y: Te
         except Exception as error:
             raise UnsuitedError(
                 "How well the model fits the client's own samples is not measured: `loss(model(x), y)` on samples of "
-                f"`data` raised {type(error).__name__}: {error}"
+                f"`data` raised {type(error).__name__}: {text_of(error)}"
             ) from error
 
 

@@ -11,6 +11,7 @@ of steps counts, because processes that train together step together.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedvitals.kernels import is_sharded
 from fedvitals.model_hooks import named_members
+from fedvitals.records import printable
 from fedvitals.stats import Array, merge_sums
 
 PATIENCE = 5.0  # seconds; only once: a process that did not answer is not awaited again
@@ -37,6 +39,9 @@ Quartiles = tuple[float, ...]
 PAUSE = 0.01  # seconds between two checks
 ANSWER = timedelta(seconds=5)  # within which the store answers
 NO_STEPS = -1  # for a training that is not reported
+UNREAD = 8  # messages of a process that wait in the store; nobody reads them where the reporting process has no monitor
+
+Message = TypeVar("Message")
 
 _together: weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
@@ -123,12 +128,12 @@ class RankMark(msgspec.Struct, array_like=True):
             return status.rpartition(")")[2].split()[0] == "Z"
         except ProcessLookupError:
             return True
-        except OSError:
+        except (OSError, OverflowError):
             return False
 
     @property
     def words(self) -> str:
-        return f"process {self.process} on {self.host}"
+        return f"process {self.process} on {printable(self.host[:100])}"
 
 
 @dataclass(slots=True)
@@ -174,7 +179,8 @@ class RankGroup:
         """Begin a training. Earlier messages of others belong to trainings that this process did not take part in."""
         self._count += 1
         for rank in self.ranks[1:] if self.reports else ():
-            mark, number = self.mark_of(rank), self._taken.get(rank, 0) + 1
+            mark = self.mark_of(rank)
+            number = self._next(rank, mark)
             while mark is not None and number <= mark.begun and self.store.check([self._key(rank, number)]):
                 self.store.delete_key(self._key(rank, number))
                 self._taken[rank], number = number, number + 1
@@ -210,10 +216,11 @@ class RankGroup:
             message = self._message_of(rank, steps, gathered)
             if message is None:
                 continue
-            gathered.before_exchange[rank] = message.before_exchange
-            part = [_decode(*encoded) for encoded in message.arrays]
-            if [array.shape for array in part[: len(rows)]] == [array.shape for array in rows]:
+            part = _decoded(message)
+            fits = [array.shape for array in part[: len(rows)]] == [array.shape for array in rows]
+            if fits and len(part) == len(arrays):
                 parts.append(part)
+                gathered.before_exchange[rank] = message.before_exchange
             else:
                 gathered.unwatched.append(rank)
         if self.sharded:  # copies are the same in all processes
@@ -225,6 +232,12 @@ class RankGroup:
 
     def _send(self, message: RankMessage) -> None:
         self.store.set(self._key(self.own, self._count), msgspec.msgpack.encode(message))
+        if self._count > UNREAD:
+            self.store.delete_key(self._key(self.own, self._count - UNREAD))
+
+    def _next(self, rank: int, mark: RankMark | None) -> int:
+        """Return the number of the next message of a rank that can still be in the store."""
+        return max(self._taken.get(rank, 0), 0 if mark is None else mark.begun - UNREAD) + 1
 
     def _message_of(self, rank: int, steps: int, gathered: Gathered) -> RankMessage | None:
         """Return what a rank's process sent about this training; None if nothing arrived in time."""
@@ -232,13 +245,15 @@ class RankGroup:
         if mark is None or mark.begun <= self._taken.get(rank, 0):
             gathered.unwatched.append(rank)
             return None
-        for number in range(self._taken.get(rank, 0) + 1, mark.begun + 1):
+        for number in range(self._next(rank, mark), mark.begun + 1):
             encoded = self._wait_for(self._key(rank, number), rank, mark)
             if encoded is None:
                 gathered.lost[rank] = mark
                 return None
             self._taken[rank] = number
-            message = msgspec.msgpack.decode(encoded, type=RankMessage)
+            message = _decode(encoded, RankMessage)
+            if message is None:
+                break
             if message.steps == steps:
                 return message
         gathered.unwatched.append(rank)
@@ -250,7 +265,7 @@ class RankGroup:
         `store`: a connection of the caller's own.
         """
         store, key = store or self.store, f"{self._prefix}/begun/{rank}"
-        return msgspec.msgpack.decode(store.get(key), type=RankMark) if store.check([key]) else None
+        return _decode(store.get(key), RankMark) if store.check([key]) else None
 
     def _wait_for(self, key: str, rank: int, mark: RankMark) -> bytes | None:
         until = time.monotonic() + PATIENCE
@@ -296,5 +311,18 @@ def _encode(array: Array) -> tuple[tuple[int, ...], bytes]:
     return own.shape, own.tobytes()
 
 
-def _decode(shape: tuple[int, ...], values: bytes) -> Array:
-    return np.frombuffer(values, np.float64).reshape(shape)
+def _decode(encoded: bytes, kind: type[Message]) -> Message | None:
+    """Return a message; None for bytes that are none, as under a key that somebody else uses, too."""
+    try:
+        return msgspec.msgpack.decode(encoded, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _decoded(message: RankMessage) -> list[Array]:
+    """Return a message's arrays; [] if one has not the size that it announces."""
+    if len(message.before_exchange) not in (0, 3) or any(
+        min(shape, default=0) < 0 or 8 * math.prod(shape) != len(values) for shape, values in message.arrays
+    ):
+        return []
+    return [np.frombuffer(values, np.float64).reshape(shape) for shape, values in message.arrays]

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from fedvitals.errors import ConfigError, unknown
+from fedvitals.errors import ConfigError, text_of, unknown
 from fedvitals.records import Event, Where
 from fedvitals.scope import Scope, current
 
@@ -205,14 +205,7 @@ def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except Exception:  # noqa: BLE001 - arguments that do not fit the text: show both rather than nothing
-        return f"{record.msg} {_text(record.args)}"
-
-
-def _text(value: Any) -> str:
-    try:
-        return str(value)
-    except Exception as error:  # noqa: BLE001 - a broken __str__ in user code
-        return f"<{type(value).__name__} whose text fails with {type(error).__name__}>"
+        return f"{text_of(record.msg)} {text_of(record.args)}"
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
@@ -244,6 +237,6 @@ def _exception(record: logging.LogRecord) -> dict[str, str]:
         return {}
     return {
         "exception": kind.__name__,
-        "exception_message": bounded(_text(error)),
+        "exception_message": bounded(text_of(error)),
         "traceback": bounded("".join(traceback.format_exception(error)), TRACEBACK_BYTES),
     }

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
+from fedvitals.errors import FedvitalsError, RecordError, StoreLostError, text_of
 from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers, is_important, record_count, round_of
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
@@ -243,7 +243,7 @@ class Queue:
             self._error = error or FedvitalsError(f"The queue of sink '{self.name}' lost records ({cause}). {hint}")
 
     def _report(self, error: BaseException, consequence: str) -> None:
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {text_of(error)}"
         if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
             return
         self._reported.add(cause)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from fedvitals.errors import text_of
 from fedvitals.records import Event, Metric, Record, Span, Truth, Where, node_name
 from fedvitals.scope import Scope
 from fedvitals.transport.timing import new_span_id
@@ -61,4 +62,4 @@ class ScopeRecorder:
         data: dict[str, Any] = {"exception": kind, "traceback": trace}
         if isinstance(error, OSError) and isinstance(error.errno, int):
             data["errno"] = error.errno  # more specific than the exception's class, without anyone's words
-        self.event(scope, "error", name, f"{kind}: {error}"[:1000], data)
+        self.event(scope, "error", name, f"{kind}: {text_of(error)}"[:1000], data)

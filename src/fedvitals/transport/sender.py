@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fedvitals.catalog import CATALOG
+from fedvitals.data_change import read_sketch
 from fedvitals.errors import RecordError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
@@ -158,6 +159,8 @@ class Sender:
             return self._without_histogram(event)
         if event.name == "labels" and not _are_counts(event.data.get("histogram")):
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
+        if event.name == "data" and read_sketch(event.where.round or 0, event.data) is None:
+            raise RecordError(f"Telemetry of '{self.node}' describes data that no samples are like.")
         name = event.name if event.name in CLIENT_EVENTS or event.name.startswith("user.") else f"user.{event.name}"
         data = event.data
         for key in ("exception", "error"):

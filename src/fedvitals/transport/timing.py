@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, text_of
 from fedvitals.records import Event, Record, Span, Where
 from fedvitals.scope import Scope, current
 from fedvitals.time_parts import NESTED
@@ -151,11 +151,11 @@ class _Block:
         where = Where(scope.run, scope.round, scope.node, group=scope.group)
         attributes = dict(self.attributes)
         if error is not None:
-            attributes |= {"error": type(error).__name__, "message": _text(error)}
+            attributes |= {"error": type(error).__name__, "message": bounded(text_of(error))}
         _emit(scope, Span(where, self.at, self.name, seconds, self.trace, self.id, scope.span, attributes))
         # Cancellation, generator exit and Ctrl-C end a block early, but nothing has failed.
         if isinstance(error, Exception):
-            message = bounded(f"{self.name}: {type(error).__name__}: {_text(error)}")
+            message = bounded(f"{self.name}: {type(error).__name__}: {bounded(text_of(error))}")
             data = {"error": type(error).__name__, "block": self.name, "trace": self.trace, "span": self.id}
             _emit(scope, Event(where, self.at + seconds, "error", "exception", message, data))
 
@@ -166,10 +166,3 @@ def _emit(scope: Scope, record: Record) -> None:
     except Exception as problem:  # noqa: BLE001 - the user's own exception, if any, must get through
         # Without a traceback, which would also show the user's exception, whose text must not be passed on.
         logger.warning("A %s could not be handed over: %s.", type(record).__name__, type(problem).__name__)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return bounded(str(error))
-    except Exception as broken:  # noqa: BLE001 - a broken __str__ in user code
-        return f"<text fails with {type(broken).__name__}>"

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvitals.data_change import change_of_data
+from fedvitals.data_change import change_of_data, read_sketch
 from fedvitals.diagnosis.evidence.compared_data import compare_data
-from fedvitals.diagnosis.evidence.described_data import DataSketches, read_sketch
+from fedvitals.diagnosis.evidence.described_data import DataSketches
 from fedvitals.diagnosis.evidence.suspect_data import _flip_limit, _kind_of
 from fedvitals.probes.data_sketch import describe
 from fedvitals.records import Event, Where
@@ -34,7 +34,11 @@ def event(x, y, node="c0", round_index=0, looks=0):
 
 
 def sketch(x, y, **place):
-    return read_sketch(event(x, y, **place))
+    return read(event(x, y, **place))
+
+
+def read(event):
+    return read_sketch(event.where.round, event.data)
 
 
 def cohort(**changes):
@@ -211,11 +215,76 @@ junk = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted(event(*client(0)).data)), junk))
 def test_whatever_a_client_sends_is_read_or_left_out(changes):
     good = event(*client(0))
-    own = read_sketch(replace(good, data={**good.data, **changes}))
+    own = read(replace(good, data={**good.data, **changes}))
     compare_data({**cohort(), **({} if own is None else {"liar": own})})
 
 
 def test_a_sketch_of_many_classes_is_left_out():
     good = event(*client(0))
-    assert read_sketch(replace(good, data={**good.data, "classes": list(range(10**5))})) is None
-    assert read_sketch(replace(good, data={**good.data, "covariance": [0.0] * 10**5})) is None
+    assert read(replace(good, data={**good.data, "classes": list(range(10**5))})) is None
+    assert read(replace(good, data={**good.data, "covariance": [0.0] * 10**5})) is None
+
+
+IMPOSSIBLE = {
+    "more freedom than samples": {"freedom": 1e308},
+    "more samples of its classes than of all": {"counts": [1e308] * CLASSES},
+    "no number of samples": {"samples": -1},
+    "means of no input": {"means": [[1e154] * 12] * CLASSES},
+    "covariances without variances": {"covariance": [1e300 if i else 1.0 for i in range(78)]},
+    "negative variances": {"covariance": [-1.0] * 78},
+    "classes wider than everything": {"spreads": [1e12] * CLASSES},
+    "a label of 300 digits": {"classes": [10**300, *range(1, CLASSES)]},
+    "a checksum that is none": {"inputs": [1]},
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_no_samples_are_like_is_left_out(name):
+    good = event(*client(0))
+    assert read(good) is not None
+    assert read(replace(good, data={**good.data, **IMPOSSIBLE[name]})) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"change": "label_noise", "moved": 1e308},
+        {"change": "input_noise", "moved": float("inf")},
+        {"change": "none", "classes_lost": 1e308},
+        {"change": "none", "classes_lost": -1},
+    ],
+)
+def test_a_change_that_no_data_have_is_left_out(changes):
+    assert read_sketch(0, {"samples": 4, **changes}) is None
+
+
+ODD = {
+    "large": lambda x, y: (np.full_like(x, 3e38) * np.sign(x), y),
+    "small": lambda x, y: (x * 1e-38, y),
+    "constant": lambda x, y: (np.ones_like(x), y),
+    "without numbers": lambda x, y: (np.full_like(x, np.nan), y),
+    "partly without numbers": lambda x, y: (np.where(x > 0, x, np.inf), y),
+    "of a class each": lambda x, y: (x, np.arange(len(y))),
+    "of hardly any samples": lambda x, y: (x[:4], y[:4]),
+    "of equal features": lambda x, y: (np.repeat(x[:, :1], 40, axis=1), y),
+    "of features of all sizes": lambda x, y: (x * 10.0 ** np.arange(-12, 12, 2), y),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_data_are_described_by_what_can_be_read(name):
+    assert sketch(*client(0, ODD[name])) is not None
+
+
+@pytest.mark.parametrize("far", [10.0, 1e3, 1e20])
+@pytest.mark.parametrize("samples", [100, 1 << 39])
+def test_means_far_from_all_others_hide_no_wrong_labels(far, samples):
+    described = {**cohort(c3=flip)}
+    good = event(*client(0)).data
+    means = (np.array(good["means"]) + far).tolist()
+    count = samples // CLASSES
+    lies = {"samples": samples, "counts": [count] * CLASSES, "freedom": samples - CLASSES, "means": means}
+    described["c0"] = read_sketch(0, {**good, **lies})
+    kinds = {node: _kind_of(own) for node, own in compare_data(described).items() if node != "c0"}
+    assert kinds.pop("c3") == "label_flip"
+    assert {*kinds.values()} == {None}

@@ -369,8 +369,8 @@ def _blind_guess_loss(history: History, round_index: int) -> float:
     layers = layer_profile(history, round_index)
     if layers is not None:
         return layers.chance
-    labels = {label for histogram in label_counts(history, round_index).histograms.values() for label in histogram}
-    return float(np.log(len(labels))) if len(labels) > 1 else float("nan")
+    classes = label_counts(history, round_index).classes
+    return float(np.log(classes)) if classes > 1 else float("nan")
 
 
 def _remarks(history: History) -> tuple[list[Event], list[Event]]:

@@ -29,6 +29,7 @@ ALIKE = 0.8  # share of the clients that must hold every common class, for its a
 UNEQUAL = 3.0  # how much more than by chance the others' labels may scatter together, in standard deviations of χ²
 COMMON = 0.02  # share of all samples that makes a class one that everybody should have
 FEWEST = 5  # clients
+MOST_WEIGHT = 4.0  # times the usual number of samples
 
 
 @dataclass(slots=True)
@@ -98,29 +99,42 @@ def _relabelled(history: History, round_index: int, node: Node) -> str | None:
 def _lacking_classes(labels: LabelCounts) -> dict[Node, list[str]]:
     """Return the common classes of which each client has no samples, though it has too many samples for that to be
     chance; empty where clients are few, or not alike.
+
+    Where they are not, it is tried again without the client that differs most: one client alone, which may claim any
+    samples, decides neither what is common nor whether the others are alike.
     """
-    counts = labels.counts
-    totals = counts.sum(axis=0)
-    samples = float(totals.sum())
-    if len(counts) < FEWEST or samples == 0:
-        return {}
-    places = np.flatnonzero(totals > COMMON * samples)
-    common, shares = counts[:, places], totals[places] / samples
-    absent = common == 0
-    missed = np.minimum(absent @ shares, 0.999)
-    few = np.flatnonzero(absent.any(axis=1) & (counts.sum(axis=1) * np.log1p(-missed) < math.log(CHANCE)))
-    if len(few) > (1 - ALIKE) * len(counts) or _scatter(np.delete(common, few, axis=0), shares) > UNEQUAL:
-        return {}
-    nodes = labels.nodes
-    return {nodes[i]: [labels.labels[places[j]] for j in np.flatnonzero(absent[i])] for i in few}
+    nodes, rows = labels.nodes, np.arange(len(labels.counts))
+    for _ in range(2):
+        if len(rows) < FEWEST:
+            break
+        counts = labels.counts if len(rows) == len(labels.counts) else labels.counts[rows]
+        sizes = counts.sum(axis=1)
+        weights = np.minimum(1.0, MOST_WEIGHT * np.median(sizes) / np.maximum(sizes, 1.0))
+        totals = weights @ counts
+        places = np.flatnonzero((totals > COMMON * totals.sum()) & (np.count_nonzero(counts, axis=0) > 1))
+        common, shares = counts[:, places] * weights[:, None], totals[places] / max(float(totals.sum()), 1.0)
+        absent = common == 0
+        missed = np.minimum(absent @ shares, 0.999)
+        few = np.flatnonzero(absent.any(axis=1) & (sizes * np.log1p(-missed) < math.log(CHANCE)))
+        if len(few) <= (1 - ALIKE) * len(rows) and _scatter(np.delete(common, few, axis=0), shares) <= UNEQUAL:
+            return {nodes[rows[i]]: [labels.labels[places[j]] for j in np.flatnonzero(absent[i])] for i in few}
+        rest = weights * sizes - common.sum(axis=1)
+        distances = _distances(np.column_stack([common, rest]), np.append(shares, 1 - shares.sum()))
+        rows = np.delete(rows, distances.argmax())
+    return {}
 
 
 def _scatter(counts: Array, shares: Array) -> float:
     """Return how unlike the histograms [clients, classes] are, as a normal score: about 0 for randomly dealt ones."""
-    expected = np.maximum(counts.sum(axis=1, keepdims=True) * shares / shares.sum(), 1e-9)
-    distance = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(counts) * max(1, counts.shape[1] - 1)
+    distance = float(_distances(counts, shares).sum())
     return (distance - freedom) / math.sqrt(2 * freedom) if len(counts) else math.inf
+
+
+def _distances(counts: Array, shares: Array) -> Array:
+    """Return χ² of each histogram, [clients], against these shares [classes]."""
+    expected = np.maximum(counts.sum(axis=1, keepdims=True) * shares / max(float(shares.sum()), 1e-9), 1e-9)
+    return np.asarray(((counts - expected) ** 2 / expected).sum(axis=1))
 
 
 DETECTORS: tuple[Detector, ...] = (missing_classes,)

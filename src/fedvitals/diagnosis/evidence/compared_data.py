@@ -34,6 +34,9 @@ RIDGE = 0.03  # of its variance, added to every direction
 SHRINKAGE = 4  # cells per dimension, the weight of equal directions
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
+SHIFT_LIMIT = 60.0  # log-likelihood ratio above which inputs differ, whatever the labels
+SHIFT_OF_OTHERS = 3.0  # times that of the usual client, added to that limit
+FAR = 5.0  # mean squared deviation of such inputs, from which they would hide the deviations of others
 MOST_OUTLYING = 0.3  # of all clients, but at least one
 LEAST_SPREAD = 0.03  # of the logarithm of inputs' standard deviations: variation among healthy clients
 FEW_CLIENTS = 4  # below this number of clients the spread counts twice, as it is hardly known
@@ -80,7 +83,8 @@ class _Cells:
 def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviation]:
     """Return how far each client's data are from those of its peers; empty if there are too few to tell.
 
-    Computed twice; the second time, clients that stood out most are not peers.
+    Computed again without the clients that stood out most as peers: first those whose inputs are so far from all others
+    that these would seem alike, then those whose labels look wrong.
     """
     comparable = _same_kind(sketches)
     if len(comparable) < FEWEST_CLIENTS:
@@ -91,12 +95,34 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     if cells is None:  # only scalars may leave the clients
         nothing = (0.0, math.nan, 0.0, 0.0, None, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
-    cells = _rewhitened(cells, unusual)
-    first = _deviations(cells, unusual, scores, ratios)
-    evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
-    most = max(0, max(1, int(MOST_OUTLYING * len(first))) - len(unusual))
-    worst = [node for node in sorted(evidence, key=lambda node: -evidence[node]) if evidence[node] > OUTLYING][:most]
-    return _deviations(cells, unusual | {*worst}, scores, ratios) if worst else first
+    most = max(1, int(MOST_OUTLYING * len(cells.nodes)))
+    compared = _rewhitened(cells, unusual)
+    first = _deviations(compared, unusual, scores, ratios)
+    evidence = {node: own.excess if _is_far(own, cells.means.shape[2]) else 0.0 for node, own in first.items()}
+    far = _most_outlying(evidence, unusual, most)
+    if far:
+        unusual |= far
+        compared = _rewhitened(cells, unusual)
+        first = _deviations(compared, unusual, scores, ratios)
+    worst = _most_outlying({node: max(own.noise, own.flip) for node, own in first.items()}, unusual, most)
+    return _deviations(compared, unusual | worst, scores, ratios) if worst else first
+
+
+def has_other_inputs(deviation: DataDeviation) -> bool:
+    """Return whether a client's inputs differ from its peers', whatever their labels."""
+    limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
+    return deviation.excess > limit and deviation.cells > 1
+
+
+def _is_far(deviation: DataDeviation, dimensions: int) -> bool:
+    squares = 2 * deviation.excess / max(deviation.cells, 1) + dimensions
+    return has_other_inputs(deviation) and squares > FAR * dimensions
+
+
+def _most_outlying(evidence: Mapping[Node, float], unusual: Collection[Node], most: int) -> set[Node]:
+    """Return the clients with most evidence, so that at most `most` are outside their peers' pool."""
+    outlying = [node for node in evidence if node not in unusual and evidence[node] > OUTLYING]
+    return {*sorted(outlying, key=lambda node: -evidence[node])[: max(0, most - len(unusual))]}
 
 
 def _same_kind(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataSketch]:
@@ -139,17 +165,21 @@ def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _C
             counts[row, places], means[row, places] = own.counts * own.distinct, own.means @ whitening
     traces = np.array([own.variance for own in sketches.values()])
     wider = traces / max(float(np.median(traces)), 1e-30)
-    return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column), wider)
+    return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column, counts), wider)
 
 
-def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], column: Mapping[int, int]) -> Array:
+def _widths(
+    sketches: Mapping[Node, DataSketch], unusual: Collection[Node], column: Mapping[int, int], counts: Array
+) -> Array:
     """Return the width of each class, as its variance over that of the usual class, from all usual clients."""
     squares, freedom = np.zeros(len(column)), np.zeros(len(column))
-    for node, own in sketches.items():
+    weights = _weights(counts)
+    for row, (node, own) in enumerate(sketches.items()):
         places = [column[label] for label in own.classes]
         if places and node not in unusual:
-            squares[places] += (own.counts - 1) * own.spreads
-            freedom[places] += own.counts - 1
+            samples = np.minimum(own.counts, weights[row, places] / own.distinct) - 1
+            squares[places] += samples * own.spreads
+            freedom[places] += samples
     usual = squares.sum() / max(freedom.sum(), 1)
     # A prior of a few samples of the usual width keeps classes with few samples near it.
     return np.asarray((squares + PRIOR * usual) / np.maximum((freedom + PRIOR) * usual, 1e-30))

@@ -3,21 +3,13 @@
 
 from __future__ import annotations
 
-from fedvitals.data_change import DataChange, DataSketch, OwnData, sketch_from
+from fedvitals.data_change import DataChange, DataSketch, OwnData, read_sketch
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 from fedvitals.records import Event
 
 EVENT = "data"
 SOON = 2  # a change of data counts this many rounds before it shows in what a client trains
-
-
-def read_sketch(event: Event) -> DataSketch | None:
-    """Return the sketch of an event; None if it cannot be read, because a client may send anything."""
-    try:
-        return sketch_from(event.where.round or 0, event.data)
-    except (TypeError, ValueError, KeyError, OverflowError, AttributeError):
-        return None
 
 
 class DataSketches:
@@ -38,7 +30,7 @@ class DataSketches:
             if node is None or key in self._read:
                 continue
             self._read.add(key)
-            sketch = read_sketch(event)
+            sketch = read_sketch(event.where.round or 0, event.data)
             if sketch is None or _is_repeated(sketch, self.newest.get(node)):
                 continue
             self.version += 1

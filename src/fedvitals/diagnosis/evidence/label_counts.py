@@ -18,7 +18,9 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import Event, is_client
 from fedvitals.stats import Array
 
+FEWEST_REPORTS = 3  # clients that report labels, for one of them to be left out
 _FEWEST_ROWS = 16
+MOST_LABELS = 20_000  # known ones, from which those that no client names any more are dropped
 
 
 class LabelCounts:
@@ -37,6 +39,7 @@ class LabelCounts:
         self._newest: dict[Node, Event] = {}
         self._rows: dict[Node, int] = {}
         self._columns: dict[str, int] = {}
+        self._in_use = 0  # labels, when they were last counted
         self._counts = np.zeros((0, 0))
         self._entropies: dict[Node, float] = {}
 
@@ -44,6 +47,19 @@ class LabelCounts:
     def nodes(self) -> list[Node]:
         """The clients, in the order of their first report."""
         return list(self._rows)
+
+    @property
+    def classes(self) -> int:
+        """How many classes there are, by at least two clients' reports if several report any.
+
+        A client with more labels of its own than all others have together has no class labels, or invents some.
+        """
+        if len(self._rows) < FEWEST_REPORTS:
+            return len(self.labels)
+        held = self.counts > 0
+        alone = held & (held.sum(axis=0) == 1)
+        largest = int(alone.sum(axis=1).max(initial=0))
+        return len(self.labels) - largest if 2 * largest > len(self.labels) else len(self.labels)
 
     @property
     def counts(self) -> Array:
@@ -96,9 +112,21 @@ class LabelCounts:
             if label not in self._columns:
                 self._columns[label] = len(self.labels)
                 self.labels.append(label)
+        if len(self.labels) > max(MOST_LABELS, 2 * self._in_use):
+            self._drop_unused_labels()
         self._reserve()
         self._counts[row] = 0.0
         self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
+
+    def _drop_unused_labels(self) -> None:
+        """Forget the labels that no client names any more: one with other labels each time would fill our memory."""
+        used = {label for histogram in self.histograms.values() for label in histogram}
+        before, self.labels = self._columns, [label for label in self.labels if label in used]
+        self._columns = {label: place for place, label in enumerate(self.labels)}
+        known = [label for label in self.labels if before[label] < self._counts.shape[1]]  # the others are new
+        counts = np.zeros((self._counts.shape[0], len(self.labels)))
+        counts[:, [self._columns[label] for label in known]] = self._counts[:, [before[label] for label in known]]
+        self._counts, self._in_use = counts, len(self.labels)
 
     def _reserve(self) -> None:
         """Make room for all known clients and labels."""
@@ -126,10 +154,10 @@ def _entropy(histogram: Mapping[str, int]) -> float:
 
 @shared
 def predicts_texts(history: History, round_index: int) -> bool:
-    """Return whether clients predict the tokens of their texts: they read tokens, and no client reports labels.
+    """Return whether clients predict the tokens of their texts: they read tokens, and most of them report no labels.
 
     Unfamiliar texts are hard to predict, but not wrongly labelled.
     """
-    if label_counts(history, round_index).labels:
-        return False
-    return any(is_client(node) for node in history.latest("tokens", round_index))
+    reports = label_counts(history, round_index).histograms
+    readers = [node for node in history.latest("tokens", round_index) if is_client(node)]
+    return len(readers) > 2 * sum(node in reports for node in readers)

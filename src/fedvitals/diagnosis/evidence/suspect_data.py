@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fedvitals.data_change import DataChange, DataSketch
 from fedvitals.diagnosis.evidence.attendance import clients_of
-from fedvitals.diagnosis.evidence.compared_data import DataDeviation, compare_data
+from fedvitals.diagnosis.evidence.compared_data import DataDeviation, compare_data, has_other_inputs
 from fedvitals.diagnosis.evidence.described_data import DataSketches, data_sketches
 from fedvitals.diagnosis.evidence.fault_kinds import INPUT_FAULTS
 from fedvitals.diagnosis.history_cutoff import shared, state_of
@@ -30,8 +30,6 @@ SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviat
 SPREAD_OF_FEW = 7.0  # the same for clients with hardly a class to compare
 SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
-SHIFT_LIMIT = 60.0  # log-likelihood ratio above which inputs differ, whatever the labels
-SHIFT_OF_OTHERS = 3.0  # times that of the usual client, added to that limit
 CONSTANT = 0.2  # share of features; the share that do not vary must exceed the peers', or the earlier one, by more
 WITHIN = 0.4  # of the variance that noise adds to inputs, the share that must be visible within classes
 NEAR_FLIP = 9.6  # a log-likelihood ratio that is unusual, but not enough for an accusation
@@ -216,8 +214,7 @@ def _kind_of(deviation: DataDeviation) -> str | None:
             deviation.flips > 1 and max(deviation.mixed - deviation.flip, deviation.noise - deviation.flip / 3) > 0
         )
         return "label_noise" if (noise and deviation.mixed > deviation.flip) or several or not flip else "label_flip"
-    limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
-    return "inputs" if deviation.excess > limit and deviation.cells > 1 else None
+    return "inputs" if has_other_inputs(deviation) else None
 
 
 def _flip_limit(deviation: DataDeviation) -> float:

@@ -132,7 +132,7 @@ class EvidenceTrend:
         # Counts since there has been evidence against a client: samples that the received model classified correctly,
         # the usual number, and all of them; and the first two from before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
-        self._classified_in_training = False  # whether clients were seen to train on a label per sample
+        self._classifying: set[Node] = set()  # up to two clients seen to have a label per sample
         self._has_classes = False  # whether clients are known to have classes rather than regression targets
         self._chance = 0.0  # accuracy of a blind guess; 0 if the classes are unknown
         self.round: int | None = None
@@ -259,12 +259,17 @@ class EvidenceTrend:
             view.add(rows[counted], round_index, gained[counted], likely[counted], limit)
 
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
-        classes = len(label_counts(history, round_index).labels)
+        labels = label_counts(history, round_index)
+        classes = labels.classes
         self._chance = 1 / classes if classes > 1 else 0.0
         # Where no data are given, the training itself tells: only one with a label per sample has this.
-        self._classified_in_training |= bool(history.latest("train.accuracy", round_index))
-        known = math.isfinite(self.accuracy) or self._classified_in_training
-        self._has_classes = classes > 0 or (known and not predicts_texts(history, round_index))
+        if len(self._classifying) < 2:
+            classified = vital_signs.values[:, SIGNS.index("accuracy_before")]
+            measured = [node for node, own in zip(vital_signs.nodes, classified, strict=True) if math.isfinite(own)]
+            self._classifying.update([*{*history.latest("train.accuracy", round_index), *measured}][:2])
+        several = 1 if len(vital_signs.nodes) == 1 else 2  # what one of several clients claims is not so for all
+        known = len(self._classifying) >= several
+        self._has_classes = len(labels.histograms) >= several or (known and not predicts_texts(history, round_index))
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 
-from fedvitals.errors import MissingExtraError
+from fedvitals.errors import MissingExtraError, text_of
 from fedvitals.hosts import array_models
 from fedvitals.hosts.flower import arrays
 from fedvitals.hosts.flower.protection import LEVEL, hiding_mods
@@ -288,7 +288,7 @@ _REFUSED = (
 def _failed(error: Exception, message: Message) -> Message:
     """Return an error reply as Flower writes it, followed by the whole traceback."""
     frames = error.__traceback__ and error.__traceback__.tb_next  # without our own
-    text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(type(error), error, frames))}"
+    text = f"{type(error)}:<'{text_of(error)}'>\n{''.join(traceback.format_exception(type(error), error, frames))}"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=message)
 
 

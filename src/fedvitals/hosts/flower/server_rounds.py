@@ -17,6 +17,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
+from fedvitals.errors import text_of
 from fedvitals.hosts import array_models, participation, update_guard
 from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.flower import arrays, corrections, guard, protection, replies
@@ -170,7 +171,7 @@ class ServerRounds:
     def failed(self, error: BaseException) -> None:
         """Report that the server's own code raised."""
         data = {"exception": type(error).__name__, "raised_by": "server"}
-        self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
+        self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {text_of(error)}"[:1000], data=data)
 
     def nothing_aggregated(self) -> None:
         """Report that the strategy made no new model from the round's replies."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
-from fedvitals.errors import MissingExtraError
+from fedvitals.errors import MissingExtraError, text_of
 from fedvitals.hosts.flower.attach import attach
 from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
 from fedvitals.hosts.flower.grid_hooks import HOOKED, MARK
@@ -207,7 +207,7 @@ class ServerAppRun:
         """Report that the ServerApp ended with an error, unless that was reported already."""
         if self._monitors and error is not self._told:
             data = {"exception": type(error).__name__}
-            text = f"The ServerApp ended: {type(error).__name__}: {error}"[:1000]
+            text = f"The ServerApp ended: {type(error).__name__}: {text_of(error)}"[:1000]
             self._monitors[-1].host.event("error", "round.failed", text, data=data)
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fedvitals.errors import text_of
 from fedvitals.hosts.nvflare.envelope import LONGEST_MESSAGE, LONGEST_TRACEBACK, SiteFailure
 from fedvitals.resources.periodic_thread import PeriodicThread
 
@@ -81,7 +82,7 @@ class LoggedExceptions(logging.Handler):
 def failure_of(error: BaseException) -> SiteFailure:
     """Return an exception as a failure with everything that can be reported."""
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-    return SiteFailure(type(error).__name__, str(error)[:LONGEST_MESSAGE], text)
+    return SiteFailure(type(error).__name__, text_of(error)[:LONGEST_MESSAGE], text)
 
 
 def take_written_failure(path: Path, *, of_trainer: bool = False) -> SiteFailure | None:
