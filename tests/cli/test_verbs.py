@@ -169,6 +169,19 @@ def test_runs_keep_their_columns_in_80_columns(tmp_path, capsys, monkeypatch):
         assert result(capsys, "show", line.split()[1], "--store", path)["run"]["id"] == identity
 
 
+def test_show_of_a_short_run_with_long_names(tmp_path, capsys, monkeypatch):
+    """Names keep the part in which they differ, and one round is too short to judge, as the dashboard says."""
+    names = [f"hospital-of-the-university-of-berlin-node-{number:02d}" for number in range(4)]
+    small_run(tmp_path / "names.db", "names", names)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "show", "names", "--store", tmp_path / "names.db")
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith("…")]
+    assert sorted(rows) == [f"…{number:02d}" for number in range(4)]
+    assert "Clients, those that stand out first (4 of 4)" in out
+    assert "Health: Too short to judge: 1 round. No findings by" in out
+    assert "Layers, those that changed most first" not in out
+
+
 def test_show_says_what_was_not_measured_and_why(tmp_path, capsys):
     """Without data and loss the fit is absent, and the card says what it needs."""
     small_run(tmp_path / "tiny.db", "tiny", ["c0", "c1"])

@@ -159,6 +159,43 @@ def test_of_equally_severe_troubles_what_harms_the_learning_comes_first():
     assert told.headline.startswith("c5 sends updates that are NaN")
 
 
+def test_the_list_of_findings_begins_with_the_headlines_case():
+    unusual = label_noise("GRADIENT_SCALE", node=None, since=0, confidence=0.99)
+    dead = label_noise("DEAD_UNITS", node=None, layer="0.weight", since=1, confidence=0.9)
+    found = [unusual, dataclasses.replace(CRASHED, severity="warning"), label_noise(), dead]
+    listed = cases(found, {None: range(40)})
+    assert [case.issue for case in listed] == ["LABEL_NOISE", "DEAD_UNITS", "CRASH", "GRADIENT_SCALE"]
+    for count in range(1, 4):
+        assert verdict(*found[:count]).issue == cases(found[:count], {None: range(40)})[0].issue
+
+
+@pytest.mark.parametrize(
+    ("suspects", "failed", "words"),
+    [
+        (["RuntimeError"] * 8, 8, "Rounds produce no new model (8 clients fail: RuntimeError)"),
+        (["RuntimeError", "MemoryError"], 2, "Rounds produce no new model (2 clients fail)"),
+        (["not there"], 1, "Rounds produce no new model (1 client fails: not there)"),
+        ([], 0, "Rounds produce no new model"),
+        ([], None, "Rounds produce no new model"),
+    ],
+)
+def test_rounds_without_a_new_model_name_the_cause(suspects, failed, words):
+    accused = [Suspect(f"c{number}", 0.1, reason) for number, reason in enumerate(suspects)]
+    more = {} if failed is None else {"failed": failed}
+    empty = label_noise("NOTHING_AGGREGATED", node=None, since=4, confidence=1.0, suspects=accused, more=more)
+    assert verdict(empty).headline == f"{words}, since round 4 (100 %)"
+
+
+def test_a_long_message_is_cut_after_a_sentence_or_a_word():
+    first = "Gradients explode, and changing a weight by its own size would change the loss by forty times that of one."
+    message = f"{first} The gradient scale (GSC) is 30.25, and then it goes on for many more words than there is any room."
+    assert len(message) > 200
+    assert verdict(label_noise(message=message)).why == first
+    without_end = verdict(label_noise(message="several words " * 30)).why
+    assert without_end.endswith(("several…", "words…"))
+    assert len(verdict(label_noise(message="x" * 300)).why) == 200
+
+
 def test_a_finding_of_a_users_own_speaks_in_its_own_words():
     own = Finding(Where("", 39, "c7"), 0.0, "MY_RULE", "warning", 0.8, "c7 is\nodd.", {"since": 20})
     assert verdict(own).headline == "c7 is odd, since round 20 (80 %)"

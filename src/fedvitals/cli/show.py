@@ -80,7 +80,7 @@ def _print(card: Card, verdict: Verdict, state: str, everything: bool, store: st
     rows = None if everything else ROWS
     if card.clients:
         console.print(_clients(console, card, rows))
-    if card.layers:
+    if any(layer.score for layer in card.layers):  # after one round nothing has changed
         console.print(_layers(card, rows))
     _events(console, card)
     if card.absent:
@@ -128,6 +128,7 @@ def _health(console: Any, card: Card, verdict: Verdict, store: str | None) -> No
         return
     stated = shown(statement(card.detectors, card.gaps, card.examined, silent=not card.cases))
     if not card.cases:
+        stated = f"{shown(verdict.headline)} {stated}" if verdict.state == "warming" else stated
         console.print(f"[bold]Health[/bold]: {stated}", soft_wrap=True)
         case_cards.print_hidden_notes(console, card.notes, how)
         console.print()
@@ -168,20 +169,20 @@ def _clients(console: Any, card: Card, rows: int | None) -> Any:
 
 def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
     from fedvitals.catalog import CATALOG
-    from fedvitals.views.short_ids import short
+    from fedvitals.views.short_ids import differing_parts, short
 
     top = card.clients[:rows]
-    title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"
+    title = f"\nClients, those that stand out first ({len(top)} of {max(len(card.clients), card.summary.clients)})"
+    names = differing_parts([f"{short(c.name)} {card.labels.get(c.name, '')}".rstrip() for c in top], LONGEST)
     table = new_table(**_titled(title))
-    table.add_column("client", no_wrap=True, max_width=LONGEST)
+    table.add_column("client", no_wrap=True)
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("stands out by")
     for name in present:
         table.add_column(COLUMNS[name], justify="right", no_wrap=True)
-    for client in top:
+    for client, who in zip(top, names, strict=True):
         values = card.newest.get(client.name, {})
         cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
-        who = f"{short(client.name)} {card.labels.get(client.name, '')}".rstrip()
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
         table.add_row(shown(who), number(client.score), why, *cells, style=style)

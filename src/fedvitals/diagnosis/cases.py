@@ -33,6 +33,7 @@ MODEL_LOST = ("NAN_WEIGHTS", "NAN_UPDATE", "NAN_GRADIENT")
 # Issues of a client that can lose the model, if certain enough.
 DAMAGING, CERTAIN = ("BYZANTINE", "WRONG_LEARNING_RATE", "NAN_UPDATE", "NAN_GRADIENT"), 0.9
 LOST = ("DIVERGENCE", "WEIGHT_EXPLOSION", "NAN_WEIGHTS", "EXPLODING_GRADIENT")
+ONLY_UNUSUAL = frozenset({"GRADIENT_SCALE"})  # issues that say that a number is unusual, not what it harms
 # Issues of the whole run that follow from a model that is being lost.
 CONSEQUENCES = frozenset(
     {
@@ -456,8 +457,15 @@ def is_trouble(case: Case) -> bool:
     return case.severity in ("critical", "warning")
 
 
-def _worst_first(case: Case) -> tuple[int, float, int]:
-    return severity_rank(case.severity), -case.confidence, case.first if case.first is not None else -1
+def harm_rank(case: Case) -> tuple[bool, bool, float]:
+    """Return the rank among equally severe cases: harm to the learning comes before failures of the system, and both
+    before a number that is only unusual; then the surest.
+    """
+    return case.issue in ONLY_UNUSUAL, case.issue_entry.family == "system", -case.confidence
+
+
+def _worst_first(case: Case) -> tuple[int, bool, bool, float, int]:
+    return severity_rank(case.severity), *harm_rank(case), case.first if case.first is not None else -1
 
 
 def notes_in_words(count: int) -> str:

@@ -103,6 +103,8 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     suspects = unique_names(suspect.node for suspect in worst.newest.suspects)
     if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
         return f"The global model does not serve {joined(suspects, labels)}"
+    if worst.issue == "NOTHING_AGGREGATED" and not who:
+        return _no_new_model(worst)
     if worst.issue == "STALLED" and suspects and worst.still_there:
         return f"A round stands still and waits for {joined(suspects, labels)}"
     if not who or worst.issue not in OF_CLIENTS:
@@ -118,6 +120,16 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     if "{layer}" in words:
         return words.replace("{layer}", layer)
     return f"{words}, in {layer}" if layers else words
+
+
+def _no_new_model(case: Case) -> str:
+    """Return «Rounds produce no new model (8 clients fail: RuntimeError)», without what is not known."""
+    failed = case.newest.evidence.get("failed")
+    reasons = {shortened(suspect.reason, 40) for suspect in case.newest.suspects}
+    if not isinstance(failed, int) or failed < 1:
+        return "Rounds produce no new model"
+    who = f"{failed} clients fail" if failed > 1 else "1 client fails"
+    return f"Rounds produce no new model ({who}{f': {reasons.pop()}' if len(reasons) == 1 else ''})"
 
 
 def _predicates(same: Sequence[Case]) -> tuple[str, str]:
@@ -156,9 +168,13 @@ def sure(case: Case) -> str:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return the text on one line, cut to the length of a sentence."""
+    """Return the text on one line, cut after its last whole sentence that fits; else after a word, with «…»."""
     line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
+    if len(line) <= longest:
+        return line
+    start = line[:longest]
+    sentence = start.rfind(". ") + 1
+    return start[:sentence] if 2 * sentence > longest else (start[:-1].rpartition(" ")[0] or start[:-1]) + "…"
 
 
 def _own_words(case: Case, labels: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from fedvitals.diagnosis.abstentions import Examined
-from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
+from fedvitals.diagnosis.cases import Case, harm_rank, is_trouble, severity_rank
 from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
@@ -175,15 +175,8 @@ def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[
 
 
 def _worst_of(chosen: Sequence[Case], alike: Sequence[Case] | None = None) -> list[Case]:
-    """Return the worst case, followed by those of `alike` (default: all chosen) that its sentence can name as well.
-
-    Among equally severe ones, harm to the learning comes before failures of the system.
-    """
-
-    def rank(case: Case) -> tuple[int, bool, float]:
-        return severity_rank(case.newest.severity), case.issue_entry.family == "system", -case.confidence
-
-    worst = min(chosen, key=rank)
+    """Return the worst case, followed by those of `alike` (default: all chosen) that its sentence can name as well."""
+    worst = min(chosen, key=lambda case: (severity_rank(case.newest.severity), *harm_rank(case)))
     same = (case for case in (chosen if alike is None else alike) if _said_as(case) == _said_as(worst))
     return [worst, *(case for case in same if case is not worst and _alike(case, worst))]
 

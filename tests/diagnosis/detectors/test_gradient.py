@@ -295,3 +295,20 @@ def test_remarks_of_older_runs_about_adapters_count_for_nothing():
         ]
     )
     assert [*poor_initialisation(store.history("r"), 12)] == []
+
+
+def test_zeros_beside_nan_are_no_vanished_gradient():
+    """The gradients of a dead unit stay 0 in a model whose other gradients are all NaN."""
+    store = MemoryStore()
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].bias[0] = -1e3
+        model[0].weight[1:] = np.nan
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    x, y = torch.randn(4, 8), torch.arange(4) % 3
+    with Monitor(None, sinks=[store], machine=False) as monitor, monitor.round(0, model), monitor.client("c0", model):
+        for _ in range(3):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert layer_profile(store.history(monitor.run.id), 0).zero.tolist() == [False, False]

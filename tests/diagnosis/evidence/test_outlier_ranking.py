@@ -71,6 +71,20 @@ def test_a_tiny_cohort_is_compared_with_its_own_rounds():
     assert "3.8× as large" in first.why
 
 
+def test_who_had_nan_first_is_first_and_the_server_is_no_client():
+    """The others trained a model that the first had spoiled, and have more NaN than it."""
+    memory = MemoryStore()
+    memory.write([Run("r", "r", tables=(TABLE,), source="t")])
+    counts = [{"c4": 1.0}, {"c1": 1234567.0, "c4": 5.0, "server": 9e6}]
+    for number, of_nodes in enumerate(counts):
+        for sequence, (node, count) in enumerate(of_nodes.items()):
+            where = Where("r", number, node)
+            memory.write([Metric(where, 0.0, "weight.nonfinite", count, "t", 10 * number + sequence + 1)])
+    ranked = rank_outlier_clients(memory.history("r"))
+    assert [client.name for client in ranked] == ["c4", "c1"]
+    assert ranked[1].why == "1\u2009234\u2009567 values NaN or Inf"
+
+
 def test_layers_are_ranked_by_how_their_gradient_changed():
     """A layer whose gradient faded comes before one that stayed; NaN comes before both."""
     memory = MemoryStore()

@@ -234,12 +234,14 @@ def _layer_medians(history: History, round_index: int) -> tuple[Array, Array, Ar
     nodes, names = training_clients(history, round_index), history.layers("gradient")
     if not nodes or not names or names != history.layers("weight"):
         return None
-    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
+    gradients = rows_of_nodes(history, "gradient", ("rms", "count", "finite", "zeros"), round_index, nodes)
     weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
     if not len(gradients) or not len(weights):
         return None
     medians = quiet_quantile(weights, 0.5)
-    return medians[..., 1], medians[..., 0], quiet_quantile(gradients[..., 0], 0.5)
+    rms, count, finite, zeros = np.moveaxis(gradients, -1, 0)
+    typical = np.where((count > finite) & (finite <= zeros), np.nan, rms)  # zeros beside NaN are no small gradient
+    return medians[..., 1], medians[..., 0], quiet_quantile(typical, 0.5)
 
 
 def _mean_entropy(history: History, round_index: int, last: int) -> bool:

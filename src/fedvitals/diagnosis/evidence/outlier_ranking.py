@@ -5,7 +5,8 @@ The score is the distance of a value from its peers' median in robust standard d
 size of the update or its direction, whichever is larger; the median over the newest rounds. With fewer than four
 clients it is the distance of the newest update's size from the client's own earlier ones. It suggests where to look
 first: with ten clients one exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values only, so
-a client with non-finite values ranks above all scores.
+a client with non-finite values ranks above all scores: the first to have them is first, since the others may have got
+them from it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -48,16 +50,16 @@ def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array
 def rank_outlier_clients(history: History) -> list[Outlier]:
     """Return every client of the newest rounds, the largest outlier first."""
     scores: dict[Node, list[tuple[float, str]]] = {}
-    broken: dict[Node, float] = {}
+    broken: dict[Node, float] = {}  # in the order of the first rounds
     for round_index in history.rounds()[-NEWEST:]:
         for node, score in _scores_of_round(history, round_index).items():
             scores.setdefault(node, []).append(score)
-        for node, count in nonfinite_counts(history, round_index).items():
-            broken[node] = broken.get(node, 0.0) + count
+        counts = nonfinite_counts(history, round_index)
+        for node in sorted(counts.keys() - {SERVER}, key=lambda node: -counts[node]):
+            broken[node] = broken.get(node, 0.0) + counts[node]
     ranked = [_median_outlier(node, client_scores) for node, client_scores in scores.items() if node not in broken]
     ranked += _against_own_rounds(history, {*scores, *broken})
-    worst = sorted(broken, key=lambda node: -broken[node])
-    lead = [Outlier(node, float("inf"), f"{broken[node]:.0f} values NaN or Inf") for node in worst]
+    lead = [Outlier(node, float("inf"), f"{_in_full(count)} values NaN or Inf") for node, count in broken.items()]
     return [*lead, *sorted(ranked, key=lambda s: -s.score)]
 
 
@@ -72,6 +74,10 @@ def nonfinite_counts(history: History, round_index: int) -> dict[Node, float]:
             if count != 0:  # a count of NaN does not mean none
                 counts[node] = counts.get(node, 0.0) + count
     return counts
+
+
+def _in_full(count: float) -> str:
+    return f"{count:,.0f}".replace(",", "\u2009")
 
 
 def _scores_of_round(history: History, round_index: int) -> Mapping[Node, tuple[float, str]]:
@@ -131,7 +137,7 @@ def rank_outlier_layers(history: History) -> list[Outlier]:
         _, _, infs = history.matrix("gradient", "infs", layer)
         broken = float(np.nansum(nans) + np.nansum(infs))
         if broken:
-            ranked.append(Outlier(layer, float("inf"), f"{broken:.0f} gradient values NaN or Inf"))
+            ranked.append(Outlier(layer, float("inf"), f"{_in_full(broken)} gradient values NaN or Inf"))
             continue
         typical = np.array([np.nanmedian(row) if np.isfinite(row).any() else np.nan for row in norms])
         early, late = typical[: max(1, len(rounds) // 4)], typical[-NEWEST:]
