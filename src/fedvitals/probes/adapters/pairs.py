@@ -130,6 +130,21 @@ def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[st
     return {kind: count for kind, count in kinds.items() if count}
 
 
+def describe_trained(trained: Sequence[str], tensors: int, pairs: Sequence[AdapterPair]) -> str:
+    """Return a sentence on what trains of a model with this many tensors: its low-rank adapters, and what else."""
+    kinds = other_kinds(trained, pairs)
+    prompts, others = kinds.get("prompt", 0), kinds.get("other", 0)
+    parts = [f"{count} {words}" for count, words in ((prompts, "of prompts or prefixes"), (others, "others")) if count]
+    share = f"{len(trained)} of {tensors} tensors train"
+    if not pairs:
+        named = f" ({', '.join(parts)})" if prompts else ""
+        return f"{share}{named}; no two of them are the A and B of a low-rank adapter."
+    ranks = sorted({pair.rank for pair in pairs})
+    words = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    beside = f"; beside them, {', '.join(parts)}" if parts else ""
+    return f"{share}: {len(pairs)} low-rank adapter{'s' * (len(pairs) > 1)} of {words}{beside}."
+
+
 def scale_of(model: Any, pair: AdapterPair) -> float | None:
     """Return α/r of a pair in a model, from the module that holds it; None if that has none."""
     try:
@@ -142,6 +157,16 @@ def scale_of(model: Any, pair: AdapterPair) -> float | None:
         return scale
     alpha = _first_number(module, ALPHAS, adapter)
     return alpha / (_first_number(module, RANKS, adapter) or pair.rank) if alpha is not None else None
+
+
+def is_active(model: Any, pair: AdapterPair) -> bool:
+    """Return whether a model uses a pair: in peft, layers may have several adapters and use some of them."""
+    try:
+        get_holder, adapter = _holder(pair)
+        active = (model if get_holder is None else get_holder(model)).active_adapters
+    except AttributeError:
+        return True
+    return not isinstance(active, list | tuple) or adapter in active
 
 
 @functools.lru_cache(4096)
