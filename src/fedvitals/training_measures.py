@@ -251,6 +251,13 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
         needs=_PAIRS,
         rare=True,
     ),
+    Measure(
+        "update.adapter_scale",
+        "1",
+        "α/r of a client that adapts only some of the layers, relative to the server's for these layers.",
+        needs=_PAIRS,
+        rare=True,
+    ),
 )
 """Metrics of low-rank adapters (LoRA), all but two measured at the server (`probes.adapters.watch`)."""
 

@@ -261,7 +261,7 @@ def test_the_weights_of_a_mean_are_solved_and_of_something_else_are_unknown():
     def solved(combine):
         new = Factors(combine([own.b for own in sent]), combine([own.a for own in sent]))
         sides = [as_kept(start)], [as_kept(new)]
-        return mean_weights(step_products(["x"], *sides, stacks_of(start, sent), [4]))
+        return mean_weights(*step_products(["x"], *sides, stacks_of(start, sent), [4]))
 
     def mean(parts):
         return sum(w * part for w, part in zip(weights, parts, strict=True))
@@ -270,7 +270,7 @@ def test_the_weights_of_a_mean_are_solved_and_of_something_else_are_unknown():
     assert solved(lambda parts: np.median(parts, axis=0)) is None
     assert solved(lambda parts: 0.5 * mean(parts)) is None
     sides = [as_kept(start)], [as_kept(start)]
-    assert mean_weights(step_products(["x"], *sides, stacks_of(start, sent), [4])) is None  # nothing happened
+    assert mean_weights(*step_products(["x"], *sides, stacks_of(start, sent), [4])) is None  # nothing happened
 
 
 def test_directions_that_are_zero_or_as_they_were_sent_are_not_a_clients():

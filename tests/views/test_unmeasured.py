@@ -11,6 +11,7 @@ import fedvitals as fv
 from fedvitals import lab
 from fedvitals.probes.presets import FIT_PERCENT, SCALE_PERCENT
 from fedvitals.store import open_reader
+from fedvitals.views.adapters import adapters_page
 from fedvitals.views.card import health_card, how_often
 from fedvitals.views.unmeasured import MASKED, UNSEEN, Seldom
 from support.models import make, make_data, train
@@ -109,3 +110,16 @@ def test_how_seldom_and_why_is_shown(tmp_path, capsys):
 )
 def test_the_sentence(seldom, text):
     assert seldom.text == text
+
+
+def test_a_partly_frozen_model_without_low_rank_adapters_says_what_trains(tmp_path):
+    with fv.Monitor(tmp_path / "runs.db", strict=True, machine=False) as monitor:
+        model = make("mlp")
+        next(model.parameters()).requires_grad_(False)
+        tensors = len([*model.parameters()])
+        with monitor.round(0, model):
+            client_of(monitor, "a", copy.deepcopy(model))
+    sentence = f"{tensors - 1} of {tensors} tensors train; no two of them are the A and B of a low-rank adapter"
+    assert reason_for(card_of(tmp_path / "runs.db", monitor.run.id), "adapter.*") == f"low-rank adapters: {sentence}"
+    with open_reader(tmp_path / "runs.db") as reader:
+        assert adapters_page(reader, monitor.run.id).trained == f"{sentence}."

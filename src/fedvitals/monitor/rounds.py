@@ -337,6 +337,10 @@ class Rounds:
         for layer, remark, everywhere in self._kit.first_model(model):
             data = {"layer": layer} | ({"everywhere": True} if everywhere else {})
             self._record.event(self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", data)
+        trained = self._kit.trained_parts(model)
+        if trained is not None:
+            text, adapters = trained
+            self._record.event(self._scopes.here(), "info", "layers.trained", text, {"adapters": adapters})
         zero = self._kit.zero_layers(model)
         if zero:  # detectors need this: the gradients next to an all-zero matrix begin at or near 0
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."

@@ -52,7 +52,7 @@ def adapters(run: Which, layer: str | None = None, round_index: int | None = Non
     if page.spectrum is None:
         return nothing(
             "No low-rank adapters were measured.",
-            "They are known in the global model of `monitor.round(number, model)`.",
+            page.trained or "They are known in the global model of `monitor.round(number, model)`.",
         )
     figure, grid = sheet(4, heights=HEIGHTS)
     spectrum, ranks, errors, parts = grid[:, 0]

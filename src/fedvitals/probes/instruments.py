@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedvitals.kernels import is_sharded
 from fedvitals.model_hooks import named_members
 from fedvitals.probes.activations import activations, watched_modules
+from fedvitals.probes.adapters.pairs import describe_trained
 from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.data_watch import DataWatch
@@ -116,6 +117,15 @@ class Instruments:
         """Record the adapters of the model that a round begins with; returns their table, if there are any."""
         view = self.view(model)
         return self.adapters.begin_round(model, view.named_parameters, view.frozen)
+
+    def trained_parts(self, model: nn.Module) -> tuple[str, int] | None:
+        """Return a sentence on what trains of a model that is partly frozen, and the number of its low-rank adapters;
+        None of any other.
+        """
+        view = self.view(model)
+        names = [name for name, _ in view.named_parameters]
+        pairs = self.adapters.pairs_of(view.named_parameters, view.frozen)
+        return (describe_trained(names, len(names) + len(view.frozen), pairs), len(pairs)) if view.frozen else None
 
     def zero_layers(self, model: nn.Module) -> list[str]:
         """Return the matrices that start at 0 on purpose."""

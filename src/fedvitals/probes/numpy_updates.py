@@ -304,6 +304,10 @@ class ArrayInstruments:
         """Record the adapters of the model that a round begins with; returns their table, if there are any."""
         return self.adapters.begin_round(model, [*model.named_parameters()])
 
+    def trained_parts(self, model: Any) -> tuple[str, int] | None:  # noqa: ARG002
+        """Return nothing: of arrays alone, it is not known which parts of a model are frozen."""
+        return None
+
     def zero_layers(self, model: Any) -> list[str]:
         """Return the matrices that start at 0; it is not known which of them train."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]

@@ -54,8 +54,8 @@ CLIENT_EVENTS = frozenset((
 SERVER_EVENTS = frozenset((
     "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.connected",
     "client.disconnected", "client.dropped_out", "client.joined", "client.left", "client.unserved", "cohort",
-    "data.new", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
-    "round.stalled", "round.unclosed",
+    "data.new", "edge.failed", "groups", "initialisation", "initialisation.zero", "layers.trained",
+    "round.failed", "round.stalled", "round.unclosed",
     "season", "secure_aggregation.cut", "secure_aggregation.failed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
     "update.refused", "updates.approximate", "updates.transformed",

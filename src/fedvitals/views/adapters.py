@@ -17,6 +17,7 @@ from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.heat import client_grid
 from fedvitals.views.layers import grid_of
+from fedvitals.views.unmeasured import what_trains
 
 SERVER = "server"
 ERRORS = {
@@ -61,6 +62,7 @@ class AdaptersPage:
     moves: tuple[AdapterCurve, ...]  # of the merged weights
     held_back: tuple[AdapterCurve, ...]  # loss on held-out texts
     clients: Mapping[str, Grid]  # by sign (see LANGUAGE), clients × rounds
+    trained: str | None  # a sentence on what trains of the model; None: all of it, or unknown
 
 
 def adapters_page(
@@ -89,6 +91,7 @@ def adapters_page(
         _curves(reader, run, MOVES),
         _curves(reader, run, HELD_BACK, None),
         {name: grid for name in LANGUAGE if (grid := client_grid(reader, run, name, limit=CLIENTS)).rows},
+        what_trains(reader, run),
     )
 
 

@@ -33,6 +33,7 @@ BUDGETS = {
     DEEP: {},
     OWN: {"fit": OWN_FIT_PERCENT},
 }
+TRAINED = "layers.trained"  # the event in which a run reports what trains of a model that is partly frozen
 ABSTAINS = "probe.abstains"  # the event in which a probe reports what it does not measure
 LOOKED_AT = 5  # newest rounds in which a probe's number of samples is looked up
 
@@ -99,7 +100,16 @@ def absent_metrics(reader: Reader, run: str, seen: Collection[str], *, level: in
         probe = name.partition(".")[0]
         needs = abstained.get(probe, needs)
         groups.setdefault(needs, []).append(name)
+    for event in queries.events(reader, run, name=TRAINED)[:1]:
+        if event.data.get("adapters") == 0 and not any(name.startswith("adapter.") for name in seen):
+            groups[f"low-rank adapters: {event.message.rstrip('.')}"] = ["adapter.*"]
     return {", ".join(names): needs for needs, names in groups.items()}
+
+
+def what_trains(reader: Reader, run: str) -> str | None:
+    """Return a sentence on what trains of a run's model; None if it is not known to be partly frozen."""
+    events = queries.events(reader, run, name=TRAINED)
+    return events[0].message if events else None
 
 
 def _abstentions(events: Sequence[Event]) -> Mapping[str, str]:

@@ -136,8 +136,15 @@ def _product_error(history: History, round_index: int) -> float | None:
 
 
 def _scale_groups(history: History, round_index: int) -> list[tuple[float, list[Node]]]:
-    """Return the different α/r of a round, each with its nodes, the most common first; empty if all are equal."""
+    """Return the different α/r of a round, each with its nodes, the most common first; empty if all are equal.
+
+    A client that adapts only some layers has another mean over its adapters, even if each layer's α/r is the server's.
+    """
     scales = {node: value for node, value in history.latest("adapter.scale", round_index).items() if value > 0}
+    of_server = scales.get(SERVER)
+    for node, relative in history.latest("update.adapter_scale", round_index).items():
+        if of_server is not None and node in scales and abs(relative - 1) <= SAME_SCALE:
+            scales[node] = of_server
     groups: list[tuple[float, list[Node]]] = []
     for node, scale in sorted(scales.items(), key=lambda entry: entry[1]):
         if groups and scale <= groups[-1][0] * (1 + SAME_SCALE):

@@ -51,13 +51,15 @@ class FactorPair:
 
     a: Any
     b: Any
+    rounding: float = 0.0  # largest relative error of a number as the model stores it
 
 
 class ClientStack:
     """The updates of clients whose models have the same layout, stacked."""
 
-    def __init__(self, layout: PairLayout, vectors: Sequence[Any]) -> None:
-        self.size = len(vectors)
+    def __init__(self, layout: PairLayout, vectors: Sequence[Any], first: int = 0) -> None:
+        """`first`: index of the first of these clients among all."""
+        self.size, self.places = len(vectors), range(first, first + len(vectors))
         self._pairs = {pair.name: pair for pair in layout.pairs}
         self._places = layout.places
         resident = [local(vector) for vector in vectors]
@@ -66,6 +68,11 @@ class ClientStack:
     def rank(self, name: str) -> int:
         """Return the rank of these clients' adapter of that name."""
         return self._pairs[name].rank
+
+    def has(self, pair: AdapterPair) -> bool:
+        """Return whether these clients have an adapter of that name and size, of any rank."""
+        own = self._pairs.get(pair.name)
+        return own is not None and (own.inputs, own.outputs) == (pair.inputs, pair.outputs)
 
     def steps(self, name: str) -> tuple[Any, Any]:
         """Return the clients' steps of A, [clients, r, in], and of B, [clients, r, out]; zeros of a frozen one."""
@@ -91,6 +98,14 @@ def local(values: Any) -> Any:
     return values.numpy() if values.device.type == "cpu" else values
 
 
+def rounding_of(values: Any) -> float:
+    """Return the largest relative error with which a tensor or array stores a number; 0 of one without fractions."""
+    if not hasattr(values, "detach"):
+        kind = np.asarray(values).dtype
+        return float(np.finfo(kind).eps) / 2 if kind.kind == "f" else 0.0
+    return float(sys.modules["torch"].finfo(values.dtype).eps) / 2 if values.is_floating_point() else 0.0
+
+
 def _library(values: Any) -> Any:
     return sys.modules["torch"] if hasattr(values, "detach") else np
 
@@ -110,8 +125,11 @@ def _on_host(values: Sequence[Any]) -> list[Array]:
 
 def stacked_clients(clients: Sequence[tuple[Any, PairLayout]]) -> list[ClientStack]:
     """Return the updates (vector, layout) of clients, which must be sorted by layout, in as few stacks as possible."""
-    together = groupby(clients, key=lambda client: id(client[1]))
-    return [ClientStack(own[0][1], [vector for vector, _ in own]) for own in ([*group] for _, group in together)]
+    stacks: list[ClientStack] = []
+    for _, group in groupby(clients, key=lambda client: id(client[1])):
+        own = [*group]
+        stacks.append(ClientStack(own[0][1], [vector for vector, _ in own], sum(stack.size for stack in stacks)))
+    return stacks
 
 
 def grams_of(
@@ -177,21 +195,26 @@ def step_products(
     after: Sequence[FactorPair],
     stacks: Sequence[ClientStack],
     shared: Sequence[int],
-) -> Array:
+) -> tuple[Array, float]:
     """Return the inner products of the clients' steps and, last, the server's, [clients + 1, clients + 1].
 
     Only directions that all clients have count (`shared` of each adapter). Adapters are summed until there are enough
-    numbers.
+    numbers. The second number is the largest square that rounding can add to the server's step, which matters in half
+    precision.
     """
     totals: list[Any] = []
+    rounded: list[Any] = []
     count = 0
     for name, old, new, rank in zip(names, before, after, shared, strict=True):
         if count > WEIGHED_NUMBERS:
             break
         steps = [stack.steps(name) for stack in stacks]
-        for side, target in ((0, new.a - old.a), (1, new.b.T - old.b.T)):
+        for side, target, stored in ((0, new.a - old.a, new.a), (1, new.b.T - old.b.T, new.b.T)):
             rows = [own[side][:, :rank].reshape(len(own[side]), -1) for own in steps]
             wide = _double(_library(target).concatenate([*rows, target[:rank].reshape(1, -1)]))
             totals.append(wide @ wide.T)
+            moves = (totals[-1].diagonal() > 0).any()  # a frozen factor is not rounded
+            rounded.append(((new.rounding * stored[:rank]) ** 2).sum() * moves)
             count += wide.shape[1]
-    return np.asarray(_on_host([sum(totals[1:], totals[0])])[0])
+    products, squares = _on_host([sum(totals[1:], totals[0]), sum(rounded[1:], rounded[0])])
+    return products, float(squares)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ SIDES = (
 )
 _B_OF = dict(SIDES)
 _DIAGONAL = "lora_E"  # in AdaLoRA, whose product has a third factor
+_PROMPT = re.compile(r"(^|[._])(prompt|prefix)")
 SCALES = ("scaling", "scale")  # attributes that hold α/r
 ALPHAS, RANKS = ("lora_alpha", "alpha"), ("r", "rank")
 
@@ -118,6 +120,31 @@ def _pair(name: str, a: tuple[str, Shape], b: tuple[str, Shape]) -> AdapterPair 
     return AdapterPair(name, a[0], b[0], rank, inputs, outputs) if fits else None
 
 
+def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[str, int]:
+    """Return how many trained tensors do not belong to a pair, by kind: «prompt» and «other»."""
+    used = {name for pair in pairs for name in (pair.a, pair.b)}
+    kinds = {"prompt": 0, "other": 0}
+    for name in trained:
+        if name not in used:
+            kinds["prompt" if _PROMPT.search(name) else "other"] += 1
+    return {kind: count for kind, count in kinds.items() if count}
+
+
+def describe_trained(trained: Sequence[str], tensors: int, pairs: Sequence[AdapterPair]) -> str:
+    """Return a sentence on what trains of a model with this many tensors: its low-rank adapters, and what else."""
+    kinds = other_kinds(trained, pairs)
+    prompts, others = kinds.get("prompt", 0), kinds.get("other", 0)
+    parts = [f"{count} {words}" for count, words in ((prompts, "of prompts or prefixes"), (others, "others")) if count]
+    share = f"{len(trained)} of {tensors} tensors train"
+    if not pairs:
+        named = f" ({', '.join(parts)})" if prompts else ""
+        return f"{share}{named}; no two of them are the A and B of a low-rank adapter."
+    ranks = sorted({pair.rank for pair in pairs})
+    words = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    beside = f"; beside them, {', '.join(parts)}" if parts else ""
+    return f"{share}: {len(pairs)} low-rank adapter{'s' * (len(pairs) > 1)} of {words}{beside}."
+
+
 def scale_of(model: Any, pair: AdapterPair) -> float | None:
     """Return α/r of a pair in a model, from the module that holds it; None if that has none."""
     try:
@@ -130,6 +157,16 @@ def scale_of(model: Any, pair: AdapterPair) -> float | None:
         return scale
     alpha = _first_number(module, ALPHAS, adapter)
     return alpha / (_first_number(module, RANKS, adapter) or pair.rank) if alpha is not None else None
+
+
+def is_active(model: Any, pair: AdapterPair) -> bool:
+    """Return whether a model uses a pair: in peft, layers may have several adapters and use some of them."""
+    try:
+        get_holder, adapter = _holder(pair)
+        active = (model if get_holder is None else get_holder(model)).active_adapters
+    except AttributeError:
+        return True
+    return not isinstance(active, list | tuple) or adapter in active
 
 
 @functools.lru_cache(4096)

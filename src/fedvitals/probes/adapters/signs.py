@@ -19,6 +19,7 @@ from fedvitals.probes.adapters.grams import Grams
 from fedvitals.stats import DIRECTIONS, Array
 
 LINEAR = 1e-3  # of the step: residual up to which the server's step counts as a weighted mean of the clients'
+COARSE = 0.25  # of the step: rounding of the server's numbers above which the weights are unknown
 SUM_TOLERANCE = 0.02  # of the weights, around 1
 ROUNDING = 1e-14  # of the squares of equal products: the remainder of their difference
 FAINT = 1e-6  # of the largest singular value: smaller directions are not recorded
@@ -48,18 +49,22 @@ class AdapterSigns:
     client_directions: Array  # [adapters, clients, DIRECTIONS]: a client's share of each singular direction of P
 
 
-def mean_weights(products: Array) -> Array | None:
+def mean_weights(products: Array, rounding: float = 0.0) -> Array | None:
     """Return the weights with which the server averaged what the clients sent; None if it did something else.
 
     products: inner products of the clients' steps and, last, the server's. The server's step is solved for the clients'
-    steps, which leaves no residual if it is a weighted mean.
+    steps, which leaves no residual if it is a weighted mean, except for what the server's numbers were rounded by.
+    rounding: the largest square of that.
     """
     gram, aligned, size = products[:-1, :-1], products[:-1, -1], float(products[-1, -1])
     if not (size > 0 and np.isfinite(products).all()):
         return None
     weights = np.asarray(np.linalg.lstsq(gram, aligned, rcond=1e-9)[0], np.float64)
     left = size - 2 * float(weights @ aligned) + float(weights @ gram @ weights)
-    if left > LINEAR**2 * size or abs(float(weights.sum()) - 1) > SUM_TOLERANCE or weights.min() < -LINEAR:
+    exact = left <= LINEAR**2 * size
+    if not exact and (left > rounding or rounding > COARSE**2 * size):
+        return None
+    if abs(float(weights.sum()) - 1) > SUM_TOLERANCE or weights.min() < -(LINEAR if exact else SUM_TOLERANCE):
         return None
     kept = np.maximum(weights, 0.0)
     return np.asarray(kept / kept.sum())

@@ -2,9 +2,9 @@
 """The low-rank adapters of a run, round by round, at the server: what it sent, what came back, and the result.
 
 A and B of a client are those of the global model plus the client's update; one that does not train is the global
-model's. Nothing is measured of a client whose
-update is not kept, whose layers are not known, or is not finite. A round's work is bounded by WORK multiplications:
-where there are more, the adapters take turns.
+model's. An adapter is measured over the clients that have it. Nothing is measured of a client whose update is not kept,
+whose layers are not known, or is not finite. A round's work is bounded by WORK multiplications: where there are more,
+the adapters take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -26,10 +26,11 @@ from fedvitals.probes.adapters.grams import (
     PairLayout,
     grams_of,
     local,
+    rounding_of,
     stacked_clients,
     step_products,
 )
-from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, scale_of
+from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, is_active, scale_of
 from fedvitals.probes.adapters.signs import AdapterSigns, mean_weights, signs_of
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
@@ -71,11 +72,13 @@ class _Copy:
     values: Mapping[str, Any]
     frozen: Mapping[str, Any]
     scales: Mapping[str, float | None]
+    inactive: frozenset[str]  # names of pairs that the model has but does not use, as peft allows
 
     def factors(self, pair: AdapterPair) -> FactorPair:
         """Return A and B of a pair as matrices."""
         a, b = local(self.values[pair.a]), local(self.values[pair.b])
-        return FactorPair(a.reshape(len(a), -1), b.reshape(len(b), -1))
+        rounding = max(rounding_of(self.values[pair.a]), rounding_of(self.values[pair.b]))
+        return FactorPair(a.reshape(len(a), -1), b.reshape(len(b), -1), rounding)
 
 
 class AdapterWatch:
@@ -145,7 +148,8 @@ class AdapterWatch:
         if self._pairs not in self._frozen:
             self._frozen[self._pairs] = [name for name, _ in _beside(model, self._pairs, wanted)]
         frozen = {name: _sample(own) for name in self._frozen[self._pairs] if (own := _named(model, name)) is not None}
-        return _Copy(values, frozen, {pair.name: scale_of(model, pair) for pair in self._pairs})
+        inactive = frozenset(pair.name for pair in self._pairs if not is_active(model, pair))
+        return _Copy(values, frozen, {pair.name: scale_of(model, pair) for pair in self._pairs}, inactive)
 
     def know(self, tables: Iterable[LayerTable]) -> None:
         """Set the shapes of the clients' layers, which an update itself does not contain."""
@@ -183,9 +187,21 @@ class AdapterWatch:
         clients.sort(key=lambda client: id(client[1]))
         stacks = stacked_clients([(update.vector, layout) for update, layout in clients])
         nodes = [update.node for update, _ in clients]
+        ratios = [self._ratio(update.node, layout, start) for update, layout in clients]
         due = [pairs[place] for place in self._due(pairs, len(clients))]
-        signs = self._signs(due, start, new, stacks, self._ratios(nodes, start))
-        return _results(pairs, signs, nodes, _mean(new.scales.values()))
+        signs = []
+        for owners, own_pairs in _by_owners(due, stacks).items():
+            own = [place for stack in owners for place in stacks[stack].places]
+            own_stacks, own_ratios = [stacks[stack] for stack in owners], [ratios[place] or 1.0 for place in own]
+            signs += [(*part, own) for part in self._signs(own_pairs, start, new, own_stacks, own_ratios)]
+        if not signs:
+            return []  # those whose turn it is belong to no client
+        partial = {
+            node: ratio
+            for (_, layout), node, ratio in zip(clients, nodes, ratios, strict=True)
+            if ratio is not None and len(self._shared(layout)) < len(pairs)
+        }
+        return _results(pairs, signs, nodes, _mean(new.scales.values()), start.inactive, partial)
 
     def _signs(
         self,
@@ -203,7 +219,7 @@ class AdapterWatch:
         weights = None
         if not _differ(start.frozen, new.frozen):
             shared = [min(own.held) for own in grams]
-            weights = mean_weights(step_products(names, before, after, stacks, shared))
+            weights = mean_weights(*step_products(names, before, after, stacks, shared))
         alike: dict[Any, list[int]] = defaultdict(list)
         for place, (name, own) in enumerate(zip(names, grams, strict=True)):
             beginning = -1 if first[place] is not None else None if name in self._first else 0
@@ -229,12 +245,16 @@ class AdapterWatch:
         return first if first is not None and first.a.shape == before.a.shape else None
 
     def _usable(self, update: KeptUpdate) -> PairLayout | None:
-        """Return the positions of the adapters in a client's update; None if it does not have them all."""
+        """Return the positions of the adapters in a client's update; None if it has none of the server's."""
         layout = self._layouts.get(tuple(update.sizes))
         if layout is None or update.vector is None or not update.finite:
             return None
+        return layout if self._shared(layout) else None
+
+    def _shared(self, layout: PairLayout) -> list[AdapterPair]:
+        """Return those of the server's adapters that a client with this layout has."""
         shapes = {(p.name, p.inputs, p.outputs) for p in layout.pairs}
-        return layout if {(p.name, p.inputs, p.outputs) for p in self._pairs} <= shapes else None
+        return [p for p in self._pairs if (p.name, p.inputs, p.outputs) in shapes]
 
     def _due(self, pairs: Sequence[AdapterPair], clients: int) -> list[int]:
         """Return the indices of the adapters whose turn it is."""
@@ -249,10 +269,20 @@ class AdapterWatch:
         self._turn = (due[-1] + 1) % len(pairs) if due else self._turn
         return due
 
-    def _ratios(self, nodes: Sequence[str], start: _Copy) -> list[float]:
-        """Return each client's α/r over the server's; 1 if either is unknown."""
-        own = _mean(start.scales.values())
-        return [self._scales[node] / own if own and node in self._scales else 1.0 for node in nodes]
+    def _ratio(self, node: str, layout: PairLayout, start: _Copy) -> float | None:
+        """Return a client's α/r over that of the same adapters at the server; None if either is unknown."""
+        own = _mean(start.scales[pair.name] for pair in self._shared(layout))
+        return self._scales[node] / own if own and node in self._scales else None
+
+
+def _by_owners(due: Sequence[AdapterPair], stacks: Sequence[ClientStack]) -> dict[tuple[int, ...], list[AdapterPair]]:
+    """Return adapters by the stacks, as indices, whose clients have them; not those that no client has."""
+    groups: dict[tuple[int, ...], list[AdapterPair]] = defaultdict(list)
+    for pair in due:
+        owners = tuple(place for place, stack in enumerate(stacks) if stack.has(pair))
+        if owners:
+            groups[owners].append(pair)
+    return groups
 
 
 def _has_product(grams: Grams) -> bool:
@@ -320,27 +350,41 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _results(
     pairs: Sequence[AdapterPair],
-    signs: Sequence[tuple[Sequence[AdapterPair], AdapterSigns]],
+    signs: Sequence[tuple[Sequence[AdapterPair], AdapterSigns, Sequence[int]]],
     nodes: Sequence[str],
     scale: float | None,
+    inactive: Collection[str],
+    partial: Mapping[str, float],
 ) -> list[tuple[str, Results]]:
+    """Return the round's metrics by node.
+
+    signs: of pairs, with the indices of the clients that have them. inactive: pairs that may rest without being dead.
+    partial: clients without some of the pairs, and their α/r over the server's for the pairs that they have.
+    """
     place_of = {pair.name: place for place, pair in enumerate(pairs)}
     server, spectra = _empty(len(pairs))
     clients = [_empty(len(pairs)) for _ in nodes]
-    for own_pairs, own in signs:
+    for own_pairs, own, members in signs:
         places = [place_of[pair.name] for pair in own_pairs]
         for column in ADAPTER_COLUMNS:
             server[places, _COLUMN[column]] = own_pairs[0].rank if column == "rank" else getattr(own, column)
         spectra[places] = own.spectrum
-        for i, (rows, parts) in enumerate(clients):
+        for i, member in enumerate(members):
+            rows, parts = clients[member]
             rows[places, _COLUMN["rank"]] = own.held[i]
             rows[places, _COLUMN["norm"]] = own.client_norms[:, i]
             rows[places, _COLUMN["change"]] = own.client_changes[:, i]
             parts[places] = own.client_directions[:, i]
+    resting = [pair.name in inactive for pair in pairs] & (server[:, _COLUMN["moved"]] == 0)
+    server[resting, _COLUMN["moved"]] = np.nan
     results = [(SERVER, _measured(server, spectra, _whole(server, scale)))]
     for node, (rows, parts) in zip(nodes, clients, strict=True):
+        if np.isnan(rows[:, _COLUMN["rank"]]).all():
+            continue  # the turn of its adapters comes in a later round
         change = math.sqrt(np.nansum(rows[:, _COLUMN["change"]] ** 2))
         metrics = {"update.adapter_change": change, "update.adapter_rank": np.nanmax(rows[:, _COLUMN["rank"]])}
+        if node in partial:
+            metrics["update.adapter_scale"] = partial[node]
         results.append((node, _measured(rows, parts, metrics)))
     return results
 

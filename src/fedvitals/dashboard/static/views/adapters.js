@@ -73,7 +73,7 @@ export function view(root, ctx) {
     show(found) {
       if (ctx.status.first_round !== null) axis.extend(ctx.status.first_round, ctx.status.last_round);
       content.hidden = !found.layers.length;
-      fill(none, !found.layers.length && empty("No low-rank adapters were measured.", "They are those of the model in monitor.round(number, model)."));
+      fill(none, !found.layers.length && empty("No low-rank adapters were measured.", found.trained ?? "They are those of the model in monitor.round(number, model)."));
       if (!found.layers.length) return;
       layer.show([["", [["", ALL], ...found.layers.map((name) => [name, name])]]], found.layer ?? "");
       charts.spectrum.update({ grid: decodeGrid(found.spectrum), flags: [], note: "shares of the energy of B·A; a round chooses whose parts are shown" });
