@@ -42,7 +42,7 @@ def command(
     """Find the smallest set of clients whose removal brings a run back to its good path, and their first bad round.
 
     RUN is a run of the lab with a tape: its id, the beginning of one, or a name (its newest run); without
-    it, the newest run of all. Rounds are truly run again, without some of the clients; every try is told.
+    it, the newest run of all. Rounds are really run again, without some of the clients; every try is printed.
     """
     try:
         from fedvitals.replay.counterfactual import bisect
