@@ -168,7 +168,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.nonfinite",
         "values",
-        "NaN and Inf values in the update, counted by whoever holds it; absent if none.",
+        "NaN and Inf values in the update, counted by the process that holds it; absent if none.",
         needs=_UPDATE,
         rare=True,
     ),

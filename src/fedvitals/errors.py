@@ -27,7 +27,7 @@ class ConfigError(FedvitalsError):
 
 
 class UnsuitedError(ConfigError):
-    """A model, data or a loss that a probe cannot measure, through nobody's fault: the probe abstains and says so."""
+    """A model, data or a loss that a probe cannot measure, though nothing is wrong: the probe abstains and says so."""
 
 
 class RecordError(FedvitalsError):

@@ -411,7 +411,7 @@ FAILURES: Mapping[str, str] = {
     "update.lost": "its update was lost or unreadable on the way",
     "update.late": "its update was still under way when the round was closed",
     "update.refused": "its update could not be used",
-    "worker.lost": "what it measured did not come home",
+    "worker.lost": "its measurements did not arrive",
 }
 """Events about a client that was asked and did not deliver everything: the one list for all that count failures."""
 

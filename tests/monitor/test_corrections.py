@@ -257,7 +257,7 @@ def test_updates_that_cannot_be_used_are_left_out_and_never_all_of_them():
 def test_outside_of_a_round_nothing_is_corrected_and_that_is_told(caplog):
     with Loop(action("quarantine", "c"), strict=False).monitor as monitor:
         assert monitor.corrections().apply(UPDATES, WEIGHTS) == (UPDATES, WEIGHTS)
-    assert "belongs inside of monitor.round" in caplog.text
+    assert "belongs inside monitor.round" in caplog.text
 
 
 def test_a_failure_of_ours_leaves_the_updates_as_they_came(caplog):

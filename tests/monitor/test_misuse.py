@@ -83,7 +83,7 @@ def test_what_is_no_number_is_named_and_the_other_metrics_of_the_call_are_kept()
     with monitor, monitor.round(0):
         monitor.log(accuracy=None, loss=0.5, f1=[1.0])
     (event,) = sink.events("monitor.error")
-    assert "These are none: accuracy=None, f1=[1.0]." in event.message
+    assert "These are not numbers: accuracy=None, f1=[1.0]." in event.message
     assert sink.value("loss") == 0.5
 
 

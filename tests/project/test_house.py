@@ -194,6 +194,20 @@ def test_architecture_page_shows_the_layers_of_the_contract():
     assert contract["ignore_imports"] == []
 
 
+def test_architecture_page_names_every_part_and_none_that_does_not_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w*]+(?:/[\w*]+)*(?:/|\.py|\.toml))`", page))
+    package = ROOT / "src" / "fedvitals"
+    modules = {child.name for child in package.glob("*.py") if child.stem != "__init__"}
+    folders = {
+        f"{child.parent.name}/" for child in [*package.glob("*/__init__.py"), *package.glob("hosts/*/__init__.py")]
+    }
+    assert (modules | folders) - named == set()
+    assert [
+        name for name in named - {"fedvitals/part/group/file.py"} if not [*package.rglob(name), *ROOT.glob(name)]
+    ] == []
+
+
 def rules(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "rules"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)

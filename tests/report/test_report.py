@@ -252,7 +252,7 @@ def test_nor_is_a_picture_of_somebody_elses_beside_it(store, tmp_path):
         report(reader, [pictured.HOSTILE], tmp_path / "story.md")  # our own may be written over
         Path(written.pictures[-1]).write_text("<svg>mine</svg>")
         (tmp_path / "story.md").unlink()
-        with pytest.raises(ConfigError, match="no report of ours"):
+        with pytest.raises(ConfigError, match="not a report of ours"):
             report(reader, [pictured.HOSTILE], tmp_path / "story.md")
         assert not (tmp_path / "story.md").exists()
         report(reader, [pictured.HOSTILE], tmp_path / "story.md", force=True)

@@ -20,7 +20,7 @@ NEWEST = 5  # rounds that count as the newest
 def layer_summary(reader: Reader, run: str, client: str | None) -> dict[str, Any]:
     """Return a row for each layer: the size in the first and in the newest rounds, and how many values are not finite.
 
-    With a client, its newest size as a multiple of the median client's instead.
+    With a client, a row has its newest size as a multiple of the median client's instead.
     """
     rows: dict[str, dict[str, Any]] = {}
     for family, statistic in SHOWN:

@@ -143,7 +143,7 @@ class Tools:
             attended = queries.attendance(reader, chosen, [node]).get(node, [])
             failed = _failures([event for event in failures(reader, chosen) if event[0] == node])
         if sign is not None and not rows:
-            raise ConfigError(f"The client has no sign '{sign}'. Call `evidence` for the signs that there are.")
+            raise ConfigError(f"The client has no sign '{sign}'. Call `evidence` for the known signs.")
         rows.sort(key=lambda row: order(row[0]))
         points = POINTS if sign is None else 60
         signs = []
@@ -280,7 +280,7 @@ class Tools:
                 answer = asdict(what_if(reader, self._store, chosen, round_index, drop=tuple(without), rule=rule))
             except NoTapeError as error:
                 raise ConfigError(
-                    f"{error} Without `round_index`, this tool tells how long rounds would take."
+                    f"{error} Without `round_index`, this tool computes how long rounds would take."
                 ) from error
         answer["layers"] = sorted(answer["layers"], key=lambda row: -(row.get("share") or 0.0))[:12]
         return self._encode(_without(answer, "rules"))
@@ -295,8 +295,8 @@ class Tools:
         with self._open() as reader:
             if reader.database.dialect.name == "postgresql":
                 raise StoreError(
-                    "SQL of an agent's own is not run on PostgreSQL, whose functions reach beyond the store's tables. "
-                    "Use the other tools, or a copy of the store in a file: `fedvitals export`."
+                    "SQL that an agent writes is not run on PostgreSQL, whose functions reach beyond the store's "
+                    "tables. Use the other tools, or a copy of the store in a file: `fedvitals export`."
                 )
             answer = ask(reader, sql, limit, seconds=SECONDS, cell_bytes=CELL)
         return self._encode({"columns": answer.columns, "rows": answer.rows, "more": answer.more})

@@ -59,7 +59,7 @@ def command(
     if endpoint is not None and form not in ("otel", "mlflow"):
         raise ConfigError(f"--endpoint is for otel and mlflow; --to {form} writes to --out.")
     if out is not None and form == "otel":
-        raise ConfigError("--to otel sends to --endpoint and writes nothing; --out cannot be meant.")
+        raise ConfigError("--to otel sends to --endpoint and writes nothing; --out does not apply.")
     with opened_run(store, run) as (reader, run_id):
         chosen = queries.get_run(reader, run_id)
         if round_ is not None and round_ not in (rounds := reader.history(chosen.id).rounds()):

@@ -93,7 +93,7 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
     else:
         if someone_listens(environment):
             click.echo(
-                "A local SuperLink of Flower's runs already, and knows nothing of fedvitals: this run gets one of its "
+                "A local Flower SuperLink is already running, without fedvitals: this run gets one of its "
                 "own, with Flower's defaults. What `flwr federation simulation-config` has set, say it by "
                 "--federation-config.",
                 err=True,

@@ -93,7 +93,7 @@ def watch(folder: Path, **settings: Any) -> None:
 
     watch_folder(folder, WatchSettings(**settings))
     click.echo(
-        f"{folder} is watched. fedvitals must be installed on the server, and on the sites that are to tell more."
+        f"{folder} is watched. fedvitals must be installed on the server, and on the sites that are to report more."
     )
 
 

@@ -76,7 +76,7 @@ def show(store: str | None, *, run: str | None = None, open_browser: bool, **whe
     def ready(address: Any) -> None:
         click.echo(f"fedvitals dashboard: {address.url}")
         if address.is_private:
-            click.echo("The address holds the token, shown only now. Whoever has it may read, tag and delete.")
+            click.echo("The address holds the token, shown only now. Anyone who has it may read, tag and delete.")
             if address.is_proxied:
                 click.echo("Behind the proxy, put its scheme and name in front: https://NAME/... , the rest stays.")
             else:

@@ -221,7 +221,7 @@ class Route:
                 problems.append(f"{parameter.name}: {error}")
         if problems:
             message = f"The request cannot be answered: {'; '.join(problems)}."
-            raise HttpError(422, message, "GET /api/openapi.json says what can be asked.")
+            raise HttpError(422, message, "GET /api/openapi.json lists what can be requested.")
         return arguments
 
 
@@ -319,7 +319,7 @@ class App:
             raise HttpError(404, "There is nothing at this address.")
         if request.method not in route.methods:
             allowed = {"Allow": ", ".join(route.methods)}
-            raise HttpError(405, "This address cannot be asked in that way.", headers=allowed)
+            raise HttpError(405, "This address does not accept that method.", headers=allowed)
         wants_body = any(parameter.place == "body" for parameter in route.parameters)
         arguments = route.arguments(request, await read_body(receive) if wants_body else b"")
         if inspect.iscoroutinefunction(route.function):

@@ -201,7 +201,7 @@ def _foreign(scope: Scope, headers: Mapping[str, str], proxy_hosts: Collection[s
     if scope["path"].startswith("/api/") and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         return 403, "Another site's page asked; only our own page may.", None
     if scope["method"] not in METHODS:
-        return 405, "This address cannot be asked in that way.", None
+        return 405, "This address does not accept that method.", None
     origin = headers.get("origin")
     own = origin is None or _netloc(origin) == headers.get("host") or _host(_netloc(origin)) in proxy_hosts
     if scope["method"] not in READING and not (own and headers.get("x-fedvitals") == "1"):

@@ -78,8 +78,8 @@ def checked_host(name: str) -> str:
     """Return a host name that the dashboard may be called by; ConfigError if it is none, such as an address with //."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,45}", name):
         raise ConfigError(
-            f"--allow-host is the name that browsers open the proxy by, without scheme and port, like lab.example.org; "
-            f"got {name[:80]!r}."
+            "--allow-host is the name under which browsers open the proxy, without scheme and port, like "
+            f"lab.example.org; got {name[:80]!r}."
         )
     return name.lower()
 

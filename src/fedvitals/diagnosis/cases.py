@@ -250,7 +250,7 @@ def _attended(node: Node | None, attendance: Attendance) -> Sequence[int]:
 def _still_there(issue: str, node: Node | None, rounds: Sequence[int], attendance: Attendance) -> bool:
     """Return whether a problem was seen when its node last took part.
 
-    For the whole run, in one of its last rounds, because some of its signs are only measured now and then.
+    A problem of the whole run must have been seen in one of its last rounds, because some signs are measured seldom.
     """
     attended = _attended(None if issue in UNTIL_BACK else node, attendance)
     after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0

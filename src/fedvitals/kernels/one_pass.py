@@ -46,9 +46,9 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
 
 
 def sums_of_parts(values: Tensor, sizes: tuple[int, ...]) -> Array | Tensor:
-    """Return `[parts, 9]` like `sums`: of a contiguous vector, which consists of parts of these sizes.
+    """Return the sums of a contiguous vector's parts, which have these sizes, as `[parts, 9]` like `sums`.
 
-    Of a matrix with such a vector in each row, `[rows, parts, 9]`.
+    For a matrix with such a vector in each row, return `[rows, parts, 9]`.
     """
     rows: Array | Tensor | None
     if values.is_cuda:

@@ -272,7 +272,7 @@ def _check_call(
         raise ConfigError("There is nothing to resume from: name the folder that was given as checkpoint=.")
     if checkpoint is not None and experiment.local.keep_optimizer:
         raise ConfigError(
-            "A run with keep_optimizer cannot be saved: the clients' optimisers are no part of its state."
+            "A run with keep_optimizer cannot be saved: the clients' optimisers are not part of its state."
         )
     return watching
 
@@ -288,7 +288,7 @@ def _check_faults(site: Site) -> None:
         for node in e.nodes:
             if fault_table.any_active("data", (fault,), fault.since, node):
                 for number in {fault.since, *changes}:
-                    site.tensors(node, number)  # a client that it would leave without samples is told now
+                    site.tensors(node, number)  # reports now a client that it would leave without samples
 
 
 def run_round(
@@ -319,7 +319,7 @@ def run_round(
         )
     depth = fault_table.history_length(federation.experiment.faults)
     server.past = [*server.past, server.model][-depth:] if depth else []
-    server.model = after.to(server.model.device)  # a topology of one's own may have gone home with it
+    server.model = after.to(server.model.device)  # a user's own topology may have moved it
     site.layout.load(model, federation.model_on_cpu())
     watch.lap("aggregate")
     e = federation.experiment

@@ -97,9 +97,9 @@ def messages(
 
 
 def _kept_states(federation: Federation, arrived: Sequence[Update]) -> dict[Node, NamedTensors]:
-    """Return the updates' states by client, to be kept: by reference where nobody writes to their memory again.
+    """Return the updates' states by client, to be kept: by reference if nothing writes to their memory again.
 
-    That is where an update is as a worker wrote it, and only code of this lab sees it on its way.
+    That is the case if an update is as a worker wrote it, and only the lab's own code sees it on its way.
     """
     layout, copied = federation.site.layout, []
     kept: dict[Node, NamedTensors] = {}

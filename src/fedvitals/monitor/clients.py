@@ -314,7 +314,7 @@ class Clients:
                     self._stacks.open.logged.add((scope.node, name))
             if wrong:
                 listed = ", ".join(f"{name}={received}" for name, received in wrong.items())
-                raise ConfigError(f"log() takes numbers, such as log(accuracy=0.9). These are none: {listed}.")
+                raise ConfigError(f"log() takes numbers, such as log(accuracy=0.9). These are not numbers: {listed}.")
 
         self._guard("log()", emit)
 
@@ -489,7 +489,7 @@ def as_message(
     """Return a message as it is recorded: names as text, sizes as integers. ConfigError for an invalid size."""
     sizes = int(size), int(size if raw is None else raw)
     if max(map(abs, sizes)) > MOST_BYTES:
-        raise ConfigError(f"A message of {size} bytes ({raw} before compression) is larger than a store can tell.")
+        raise ConfigError(f"A message of {size} bytes ({raw} before compression) is larger than a store can record.")
     return node_name(sender), node_name(receiver), *sizes, seconds, kind
 
 

@@ -75,7 +75,7 @@ class HostObserver:
         privacy, cohort, tracebacks = self.monitored.chosen_privacy
         if privacy is not None and privacy > most:
             raise ConfigError(
-                f"Monitor(privacy={privacy}) would tell of single clients, and this federation hides them (secure "
+                f"Monitor(privacy={privacy}) would reveal single clients, and this federation hides them (secure "
                 f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
             )
         level = min(policy_for(host, privacy, cohort, tracebacks).level, most)

@@ -102,7 +102,7 @@ class LoopCorrections:
 
 
 def _outside_round() -> None:
-    raise ConfigError("monitor.corrections() belongs inside of monitor.round(...): nothing is corrected outside.")
+    raise ConfigError("monitor.corrections() belongs inside monitor.round(...): nothing is corrected outside.")
 
 
 def _weight(in_force: CorrectionsInForce, name: Any, weights: Mapping[Any, float]) -> float:

@@ -194,7 +194,7 @@ class Rounds:
         }
         back = self._kit.updates.steps_back
         measurements = attempt(
-            "comparing updates with what was told of them", lambda: cohort.receive(sent, claims, back)
+            "comparing updates with what clients reported of them", lambda: cohort.receive(sent, claims, back)
         )
         if measurements is None:  # one update caused a failure: measure each by itself, so that the others are kept
             apart = [(node, partial(cohort.receive, {node: rows}, claims, back)) for node, rows in sent.items()]
@@ -205,7 +205,7 @@ class Rounds:
         attempt("taking in statistics of layers", lambda: self._emission.admit(self._by_acceptance(others)))
         for node, own in held.items():
             stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
-            attempt("taking in what a client tells of its update", partial(self._emission.admit, stands), node)
+            attempt("reading what a client reports of its update", partial(self._emission.admit, stands), node)
         self._tell_all(opened.scope, measurements, attempt)
 
     def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:

@@ -187,7 +187,7 @@ def label_entropy(histogram: Mapping[int, int]) -> float:
 def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any]]:
     """Return the remark (name, message, data) that says how many samples of each label a client holds.
 
-    With more than LABEL_CLASSES classes it holds the most frequent, and how many classes and samples are left out.
+    With more than LABEL_CLASSES classes it lists the most frequent, and how many classes and samples are left out.
     """
     kept, data = histogram, dict[str, Any]()
     text = ", ".join(f"{label}: {count}" for label, count in islice(histogram.items(), 1000))
@@ -212,10 +212,10 @@ def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
 
 
 def labels_tensor(data: Any) -> Tensor | None:
-    """Return all labels as one tensor, where they can be had without reading every sample; else None.
+    """Return all labels as one tensor if they are known without reading every sample; else None.
 
-    So have them tensors, data sets with their labels in `targets` or `labels`, as torchvision's, and subsets of both.
-    What a data set says of its labels counts if it gives a few samples these labels.
+    They are for tensors, for data sets with their labels in `targets` or `labels` (as torchvision's), and for subsets
+    of both. The labels that a data set lists count only if a few of its samples have them.
     """
     source = data.dataset if isinstance(data, DataLoader) else data
     labels = _own_labels(source)

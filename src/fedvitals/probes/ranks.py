@@ -34,8 +34,7 @@ from fedvitals.records import printable
 from fedvitals.stats import Array, merge_sums
 
 PATIENCE = 5.0  # seconds; only once: a process that did not answer is not awaited again
-Quartiles = tuple[float, ...]
-"""Of the seconds of a step until the processes first wait for each other; empty if unknown."""
+Quartiles = tuple[float, ...]  # of the seconds of a step until the processes first wait for each other; or empty
 PAUSE = 0.01  # seconds between two checks
 ANSWER = timedelta(seconds=5)  # within which the store answers
 NO_STEPS = -1  # for a training that is not reported
@@ -47,7 +46,7 @@ _together: weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]] = weakref.WeakK
 
 
 def train_together(model: nn.Module, ranks: Sequence[int]) -> None:
-    """Note that these processes train copies of a model together, if the model itself does not say so."""
+    """Record that these processes train copies of a model together, for models that do not say so themselves."""
     _together[model] = tuple(ranks)
 
 
@@ -84,7 +83,7 @@ def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     if not _is_distributed():
         return named
     sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
-    states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch tells it nowhere else
+    states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch has no public name for it
     # In earlier versions of torch, a module has at most one group, and not a list of them.
     several = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
     groups = [group for own_groups in several for group in own_groups if group is not None]
@@ -102,9 +101,9 @@ class RankMessage(msgspec.Struct, array_like=True):
 
 
 class RankMark(msgspec.Struct, array_like=True):
-    """The location of a rank's process, and how many trainings it has begun.
+    """Where a rank's process runs, and how many trainings it has begun.
 
-    `numbering`: the namespace of the process number.
+    `numbering`: the namespace of the process's number.
     """
 
     begun: int
@@ -138,9 +137,10 @@ class RankMark(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Gathered:
-    """The measurements of all processes: nine sums per layer, totals, times before the first exchange by rank.
+    """The measurements of all processes.
 
-    Also the ranks that were not watched, and those that did not answer although they were.
+    These are nine sums per layer, totals, and the times before the first exchange by rank; and the ranks that were not
+    watched, or were watched and did not answer.
     """
 
     rows: list[Array]

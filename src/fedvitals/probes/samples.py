@@ -56,7 +56,7 @@ def size(data: Any) -> int:
         case Mapping():
             return _length(data)
     raise ConfigError(
-        "Data are given as a DataLoader, a map-style Dataset, a pair of tensors or arrays (x, y), or a list of batches "
+        "data= takes a DataLoader, a map-style Dataset, a pair of tensors or arrays (x, y), or a list of batches "
         f"or tokenised texts; got {type(data).__name__}. One-shot iterators are refused: reading them would change the "
         "training."
     )

@@ -40,11 +40,11 @@ LABEL_ROUNDS = 5
 REPLACED = (
     "The weights of this client's model were replaced inside its scope, before its first step: its update is measured "
     "from those that its training began with. With the global model in monitor.round(number, model), or with weights "
-    "that are loaded before monitor.client(...), this is certain to be what the client was sent. Said once for the run."
+    "that are loaded before monitor.client(...), this is certain to be what the client was sent. Reported once per run."
 )
 REPLACED_BY_OTHERS = (
     "The weights of this client's model were replaced inside its scope, before its first step, by others than the "
-    "round's global model has: its update is measured from the global model. Said once for the run."
+    "round's global model has: its update is measured from the global model. Reported once per run."
 )
 UNFROZEN_SHOWN = 10  # names of layers listed in one event
 
@@ -401,7 +401,7 @@ class ClientSession:
     def _difference(self, step: int) -> None:
         """Record `weight.difference` of one iteration, before the next one.
 
-        So no hook after the step is needed.
+        This makes a hook after the step unnecessary.
         """
         now = flatten(self._view.parameters)
         change = now if self._last is None else now - self._last.to(now.device)

@@ -111,8 +111,8 @@ class FlatTensors(list[Tensor]):
 def flatten(tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
     """Return copies of all tensors in one vector: float64 if any of them is, else float32.
 
-    For sharded ones, the shards of this process. `room`: a vector that may be overwritten, and is returned if it has
-    the right length, type and device.
+    Of sharded tensors it has the shards of this process. `room`: a vector that may be overwritten, and is returned if
+    it has the right length, type and device.
     """
     if not tensors:
         return torch.zeros(0)

@@ -97,7 +97,7 @@ def check(target: Path, *, force: bool) -> None:
         raise ConfigError(f"'{target}' is a store. Name another file.")
     if OURS not in end and not force:
         raise ConfigError(
-            f"'{target}' is there and no report of ours. Name another file, or write over it with --force."
+            f"'{target}' exists and is not a report of ours. Name another file, or write over it with --force."
         )
 
 

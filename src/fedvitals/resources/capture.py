@@ -106,7 +106,7 @@ class Recording:
     def _refuse_company(self, autograd: Any) -> None:
         """Raise ConfigError if another profiler is active: torch has one at a time, and ours would end the user's."""
         if autograd._profiler_enabled():  # noqa: SLF001 - torch offers no public way to ask
-            raise ConfigError("Another profiler is at work: operators are not recorded of this client.")
+            raise ConfigError("Another profiler is running: this client's operators are not recorded.")
 
     def _stop(self) -> None:
         if self._running:

@@ -28,7 +28,7 @@ def why_not() -> str | None:
     try:
         import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
     except ImportError:
-        return "The machine is not sampled: pip install 'fedvitals[system]' adds psutil, which tells of it."
+        return "The machine is not sampled: pip install 'fedvitals[system]' adds psutil, which measures it."
     return None
 
 

@@ -196,7 +196,7 @@ def _restart(driver: HostDriver, stored: Mapping[str, StoredFederation], name: s
             yield f"rounds {', '.join(twice)} of run {own.run.id} were recorded twice: two runs are mixed."
     strangers = {metric.where.node for metric in second.metrics} - {*second.script.clients, "server", None}
     if strangers:
-        yield f"the second run tells of {sorted(map(str, strangers))}, which took part in the first one only."
+        yield f"the second run reports on {sorted(map(str, strangers))}, which took part in the first one only."
 
 
 def _hostile(driver: HostDriver, stored: Mapping[str, StoredFederation], name: str) -> Iterator[str]:

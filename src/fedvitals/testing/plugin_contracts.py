@@ -101,7 +101,7 @@ class MemorySink(Sink):
     def table(self, digest: str) -> LayerTable:
         """Return the layer table that a LayerStats record refers to."""
         tables = [table for run in self.of(Run) for table in run.tables if table.digest == digest]
-        _require(tables, f"No run record tells of layer table {digest}.")
+        _require(tables, f"No run record describes the layer table {digest}.")
         return tables[-1]
 
 
@@ -209,7 +209,7 @@ def check_detector(detector: Detector) -> None:
 
 
 def check_topology(topology: Any) -> None:
-    """A topology of the lab gives a model in every round, the same each time, whoever takes part, fails or is resumed.
+    """A topology of the lab gives a model in every round, the same each time, no matter who takes part or fails.
 
     Twelve clients learn three synthetic classes, on a network if the topology requires one. A single client may be
     refused, with a ConfigError that says why.

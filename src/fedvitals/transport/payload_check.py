@@ -59,7 +59,7 @@ def tables_of_payload(records: Sequence[Telemetry], run: str, known: Mapping[str
         if record.source == "" or record.source.startswith(SOURCE):
             raise RecordError(f"A payload has records of source {quoted(record.source)}, which is no worker's.")
         if not isinstance(record, OF_WORKERS):
-            raise RecordError(f"A payload has a {type(record).__name__}, which is not a worker's to tell.")
+            raise RecordError(f"A payload has a {type(record).__name__}, which a worker may not report.")
         if isinstance(record, Run):
             for table in record.tables:
                 check_table(table)
@@ -86,7 +86,7 @@ def _check_measurements(
 def _check_of_client(record: Span | Metric) -> None:
     if of_the_whole(record):
         described = f"{type(record).__name__} {quoted(record.name)}"
-        raise RecordError(f"A payload has the {described} of the whole round, which is not a worker's to tell.")
+        raise RecordError(f"A payload has the {described} of the whole round, which a worker may not report.")
 
 
 def _check_described(
@@ -95,7 +95,7 @@ def _check_described(
     described_by = brought.get(table) or known.get(table)
     if described_by is None or len(described_by.layers) != layers:
         rows = f"{layers} layers of table {quoted(table)}"
-        raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
+        raise RecordError(f"A payload has statistics of {rows}, which no run record describes.")
 
 
 def check_table(table: LayerTable) -> None:
@@ -197,7 +197,7 @@ def is_claim(record: Record) -> bool:
 def check_no_claim(record: Record) -> None:
     """Raise a RecordError for a client's claim about its update or layers, which only its round's payload may make."""
     if is_claim(record) or isinstance(record, LayerStats):
-        raise RecordError("A client tells of its update and its layers in the payload of its round alone.")
+        raise RecordError("A client reports its update and its layers only in the payload of its round.")
 
 
 def is_empty(record: Telemetry) -> bool:

@@ -248,7 +248,7 @@ class Queue:
             return
         self._reported.add(cause)
         self._announce_recovery = True
-        self._news.append(f"Sink '{self.name}': {consequence} ({cause}). Said once; `lost` counts.")
+        self._news.append(f"Sink '{self.name}': {consequence} ({cause}). Logged once; `lost` counts.")
 
     def _say(self) -> None:
         while self._news:

@@ -31,7 +31,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Band:
     """For each round: the cohort's extremes, its median and how many clients reported a value; NaN where none did.
 
-    Of finite values; `odd` counts the others.
+    Only finite values are included; `odd` counts the others.
     """
 
     rounds: Sequence[int]

@@ -92,7 +92,7 @@ def command(
     try:
         text = Path(experiment).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{experiment} is no TOML: it is not UTF-8 text ({error}).") from error
+        raise ConfigError(f"{experiment} is not TOML: it is not UTF-8 text ({error}).") from error
     settings = {name: toml.parse_value(value) for name, value in pairs.items()}
     wanted = lab.read(text, settings if named is None else {**settings, "name": named})
     if wanted.name == "experiment":
@@ -293,7 +293,7 @@ def _closing(summary: dict[str, Any], store: str, alarms: Alarms, *, taped: bool
         f"engine {summary['engine']}"
     )
     if not math.isfinite(metrics.get("loss", 0.0)):
-        click.echo("The global model's loss is not a finite number: what is said above of its quality means nothing.")
+        click.echo("The global model's loss is not a finite number: the quality above means nothing.")
     if alarms.count:
         counted = "1 warning or error:" if alarms.count == 1 else f"{alarms.count} warnings and errors; the first:"
         click.echo(f"{counted} {alarms.first}")

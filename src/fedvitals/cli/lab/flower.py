@@ -49,9 +49,11 @@ def check(
     if precision != "float32":
         raise ConfigError(f"The precision '{precision}' is for CUDA; the engine 'flower' trains on CPUs, in float32.")
     if unwatched:
-        raise ConfigError("The engine 'flower' tells its results through the store: leave --unwatched out.")
+        raise ConfigError("The engine 'flower' reports its results through the store: leave --unwatched out.")
     if superlink is not None and resume:
-        raise ConfigError("A run on a SuperLink leaves no state here to go on from: leave --resume or --superlink out.")
+        raise ConfigError(
+            "A run on a SuperLink leaves no state here to resume from: leave --resume or --superlink out."
+        )
     if workers is not None and workers < 1:
         raise ConfigError(f"The number of SuperNodes (--workers) cannot be {workers}: it is at least 1.")
     if timeout is not None and not timeout > 0:

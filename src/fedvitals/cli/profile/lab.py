@@ -27,7 +27,7 @@ def try_out(profile: Profile, most: int) -> list[RemedyTrial]:
     run = profile.run
     if run.host != "lab":
         raise ConfigError(
-            f"Only lab runs can be tried again: this one's host is {run.host}, and nobody but that can run it. "
+            f"Only lab runs can be tried again: this one's host is {run.host}, and only that host can run it. "
             "What would help is computed from its times without --try."
         )
     if profile.clock != "virtual":

@@ -153,7 +153,9 @@ def _draw(picture: DebuggerOutput, path: Path) -> None:
 
 def _newest(store: str | None, tape: str | None) -> str:
     if tape is not None:
-        raise click.UsageError("With --tape, name the run: a client's site has no store to look the newest up in.")
+        raise click.UsageError(
+            "With --tape, name the run: a client's site has no store in which to look up the newest."
+        )
     with opened_run(store, None) as (_, newest):
         return newest
 

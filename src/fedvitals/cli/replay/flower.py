@@ -39,7 +39,7 @@ def rerun(
     from fedvitals.hosts.flower.tape.entries import ClientTapeFolder
 
     if number is None or node is None:
-        raise click.UsageError("Of a client's tape, name the message: --round 12 --node ID.")
+        raise click.UsageError("For a client's tape, name the message: --round 12 --node ID.")
     known = ClientTapeFolder(Path(folder)).runs()
     name = run if run in known or f"flower-{run}" in known else _by_store(run, store) or run
     client_rerun = rerun_client(folder, number, node, app=app, debugger=debugger, run=name, phase=phase)

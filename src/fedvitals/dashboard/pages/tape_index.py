@@ -220,7 +220,7 @@ def _restored(actions: Any) -> int | None:
 def keys_of(digests: Sequence[str]) -> Keys:
     """Return the first eight bytes of each digest: half a million take four megabytes instead of forty as texts."""
     if any(len(digest) != 32 for digest in digests):
-        raise ValueError("A digest on the tape has not its 32 digits.")
+        raise ValueError("A digest on the tape does not have 32 digits.")
     packed = np.frombuffer(bytes.fromhex("".join(digests)), np.uint64)
     return packed[::2].copy()
 

@@ -85,7 +85,7 @@ def add_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Give a run a tag."""
     run_id, word = _exact(request, run), " ".join(tag.split())
     if not word or not word.isprintable():
-        raise HttpError(422, "A tag needs at least one letter, and none that cannot be seen.")
+        raise HttpError(422, "A tag needs at least one character, and no invisible ones.")
     known = _tags(request, run_id)
     if word not in known and len(known) >= MOST_TAGS:
         raise HttpError(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")

@@ -93,7 +93,7 @@ def _nonfinite_values(history: History, round_index: int, family: str) -> dict[N
 def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
     """Return the clients in which gradients became non-finite first.
 
-    Of a group that exchanges models, only the member that it spread from.
+    In a group that exchanges models, that is only the member from which they spread.
     """
     counts = _nonfinite_gradients(history, round_index)
     if not counts:

@@ -201,7 +201,7 @@ class OwnPast:
 def usual_values(values: Array) -> Array:
     """Return for each client the usual value of the round: the median of all, or of the others if there are few.
 
-    For an even number of values the lower of the two middle ones. NaN if nothing is known.
+    With an even number of values it is the lower of the two middle ones. NaN if nothing is known.
     """
     if np.isfinite(values).sum() >= FEWEST_PEERS:
         return np.full(len(values), _lower_median(values))

@@ -66,8 +66,8 @@ class DataExamination:
 class _Compared:
     """The comparison of a history's newest sketches, and the sketches that were not unusual.
 
-    Repeated when there is a new sketch or other clients take part. The latter are kept with the number of clients that
-    they were compared with.
+    They are compared again when there is a new sketch or other clients take part. Sketches that were not unusual are
+    kept with the number of clients that they were compared with.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def judge_data(
 ) -> DataExamination:
     """Return the result for the data of these clients, from their sketches and deviations from the others'.
 
-    Except for `cleared` clients, whose data were not unusual when described.
+    The deviations of `cleared` clients, whose data were not unusual when described, are ignored.
     """
     changes = {node: change for node in present if (change := sketches.change(node)) is not None}
     suspects, shifted = dict[Node, DataSuspect](), list[Node]()

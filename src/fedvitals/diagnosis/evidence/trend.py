@@ -208,7 +208,7 @@ class EvidenceTrend:
     def is_explained(self, node: Node) -> bool:
         """Return whether an exact finding of the last rounds explains what is unusual about a client.
 
-        That is its data, its learning rate or an exact relation of its update; such a client is only named by that.
+        Such a finding is about its data, its learning rate or an exact relation of its update; no other one names it.
         """
         return self.round is not None and self.round - self._explained.get(node, _NEVER) <= EXPLAINED_FOR
 

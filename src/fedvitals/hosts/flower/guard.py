@@ -111,8 +111,8 @@ def _refuse_nonfinite(server_rounds: ServerRounds, request: ClientRequest, why: 
     )
     if server_rounds.guard_mode == update_guard.FAIL:
         raise NonFiniteUpdateError(
-            f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would make the "
-            f"model so. {CHOICE}"
+            f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would put "
+            f"such values into the model. {CHOICE}"
         )
 
 

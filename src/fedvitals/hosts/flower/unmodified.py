@@ -241,4 +241,4 @@ def _hook_start(kind: type) -> None:
 
 
 def _warn(error: Exception, does: str = "does not watch") -> None:
-    logger.warning("fedvitals %s this app (%s: %s); it runs as ever.", does, type(error).__name__, error)
+    logger.warning("fedvitals %s this app (%s: %s); it runs as usual.", does, type(error).__name__, error)

@@ -67,7 +67,7 @@ def attach(
     names = filters.names_of(_filters_of(job, server=False))
     if filters.encrypting(names) and privacy is not None and privacy > filters.LEVEL:
         raise ConfigError(
-            f"attach(privacy={privacy}) would tell of single sites, and {filters.encrypting(names)[0]} hides them: "
+            f"attach(privacy={privacy}) would reveal single sites, and {filters.encrypting(names)[0]} hides them: "
             f"at most level {filters.LEVEL} goes with it. Leave privacy= out."
         )
     server = ServerWatch(

@@ -100,7 +100,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         except Exception as error:  # noqa: BLE001 - the job goes on, whatever happens to us
             if not self._failed:
                 self._failed = True
-                words = "fedvitals does not watch this job (%s: %s); it runs as ever."
+                words = "fedvitals does not watch this job (%s: %s); it runs as usual."
                 logger.warning(words, type(error).__name__, error)
 
     def _begin(self, fl_ctx: FLContext) -> None:

@@ -25,5 +25,5 @@ def generate_job_config(original: Callable[..., Any], config: Any, job_root: Any
     try:
         watch_folder(Path(job_root) / str(config.job_name), WatchSettings.read(os.environ))
     except Exception as error:  # noqa: BLE001 - the job runs, whatever happens to us
-        logger.warning("fedvitals does not watch this job (%s: %s); it runs as ever.", type(error).__name__, error)
+        logger.warning("fedvitals does not watch this job (%s: %s); it runs as usual.", type(error).__name__, error)
     return outcome

@@ -146,7 +146,7 @@ class Decoder:
     def _where(self, attributes: Attributes, sender: Node | None) -> Where:
         run = attributes.get(names.RUN, attributes.get("service.instance.id"))
         if not isinstance(run, str) or run not in self._runs:
-            raise RecordError(f"nobody expects the run {_shown(run)}: set the resource's attribute {names.RUN}")
+            raise RecordError(f"the run {_shown(run)} is not expected: set the resource's attribute {names.RUN}")
         places = {place: attributes.get(name) for place, name in names.PLACES.items()}
         for place in ("node", "layer", "group"):
             places[place] = None if places[place] is None else _name(places[place], place)
@@ -156,7 +156,7 @@ class Decoder:
                 raise RecordError(f"{names.PLACES[place]} is a whole number from 0 on, got {_shown(number)}")
         places["node"] = sender if places["node"] is None else places["node"]
         if self._nodes is not None and (places["node"] is None or places["node"] not in self._nodes):
-            raise RecordError(f"nobody expects the node {_shown(places['node'])}: set the attribute {names.NODE}")
+            raise RecordError(f"the node {_shown(places['node'])} is not expected: set the attribute {names.NODE}")
         return Where(run, **places)
 
     def _identity(self, attributes: Attributes) -> tuple[str, int]:

@@ -150,8 +150,8 @@ class Receiver:
             cause = f"{type(error).__name__}: {error}"
             if cause not in self._said and len(self._said) < 100:
                 self._said.add(cause)
-                logger.warning("Records that came by OTLP could not be handed over (%s). Said once.", cause)
-            raise Refused(503, "The records could not be handed over; please come again.") from error
+                logger.warning("Records that came by OTLP could not be handed over (%s). Logged once.", cause)
+            raise Refused(503, "The records could not be handed over; please try again.") from error
         self.taken += len(records) - refused
         return refused, why
 

@@ -95,7 +95,7 @@ def warn(error: Exception, warned: list[Exception] = []) -> None:  # noqa: B006 
 
     if not warned:
         warned.append(error)
-        words = "fedvitals does not watch this process (%s: %s); the app runs as ever."
+        words = "fedvitals does not watch this process (%s: %s); the app runs as usual."
         logging.getLogger("fedvitals").warning(words, type(error).__name__, error)
 
 

@@ -100,7 +100,7 @@ class Scaffold(DriftCorrection, frozen=True):
         optimizer = experiment.local.optimizer
         if isinstance(optimizer, Adam) or optimizer.momentum:
             raise ConfigError(
-                "The aggregator scaffold needs clients with plain SGD, whose steps tell their gradients: "
+                "The aggregator scaffold needs clients with plain SGD, whose steps reveal their gradients: "
                 'optimizer = {kind = "sgd"} without momentum, or "plain_sgd".'
             )
 

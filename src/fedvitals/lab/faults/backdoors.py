@@ -157,7 +157,7 @@ class EdgeCaseBackdoor(Fault, frozen=True):
     def check_samples(self, form: SampleForm) -> None:
         if form.tokens:
             raise ConfigError(
-                "Samples that are tokens have no mean, so edge_case_backdoor cannot tell the unusual ones."
+                "Samples that are tokens have no mean, so edge_case_backdoor cannot recognise the unusual ones."
             )
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:

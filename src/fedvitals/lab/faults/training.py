@@ -269,7 +269,7 @@ def _bias(weight: str) -> str:
 class DeadUnits(_Units, frozen=True):
     """Dead ReLUs: the biases of a share of a layer's units are far below 0.
 
-    With LeakyReLU such units still have a slope and recover.
+    With LeakyReLU, such units still have a slope, and recover.
 
     Args:
         share: The share of the layer's units that is dead.

@@ -101,7 +101,7 @@ def time_synchronous_round(
     else:
         collected = journey_seconds(under_way[-1]) if under_way else 0.0
     if math.isinf(collected):
-        raise ConfigError(f"The round never ends: {last} takes for ever. Give the network a deadline_seconds.")
+        raise ConfigError(f"The round never ends: {last} never finishes. Give the network a deadline_seconds.")
     groups = time_groups(under_way, collected, None if cut_off else last, edge_transfers or {}, chosen)
     slowest = max(groups, key=lambda group: group.seconds, default=None)
     closed = collected

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The low-rank adapters of a run, round by round, at the server: what it sent, what came back, and the result.
 
-A and B of a client are those of the global model plus the client's update; one that does not train is the global
-model's. An adapter is measured over the clients that have it. Nothing is measured of a client whose update is not kept,
-whose layers are not known, or is not finite. A round's work is bounded by WORK multiplications: where there are more,
-the adapters take turns.
+A and B of a client are those of the global model plus the client's update; a factor that does not train is the global
+model's. An adapter is measured over the clients that have it. A client is not measured if its update is not kept or not
+finite, or if its layers are unknown. A round's work is bounded by WORK multiplications: if more are needed, the adapters
+take turns.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class AdapterWatch:
         return {ADAPTER_ROWS: LayerTable(ADAPTER_ROWS, tuple(layers))}
 
     def end_round(self, model: Any, trained: Sequence[tuple[str, Any]]) -> None:
-        """Take the global model that the round made."""
+        """Record the global model with which a round ended."""
         if self._start is not None and self._start.values.keys() & {name for name, _ in trained}:
             self._new = self._copied(model, trained)
 
@@ -166,8 +166,9 @@ class AdapterWatch:
             self._layouts[tuple(sizes)] = PairLayout(pairs, places)
 
     def _like_global(self, shapes: Mapping[str, tuple[int, ...]], known: set[str]) -> tuple[AdapterPair, ...]:
-        """Return the global model's other pairs, with the ranks that these layers have: of names that tell nothing by
-        themselves, and those of which one side is frozen.
+        """Return the global model's other pairs, with the ranks that these layers have.
+
+        These are pairs that cannot be recognised by their names alone, or of which one side is frozen.
         """
         pairs = [pair for pair in self._pairs if pair.name not in known]
         ranks = [shapes[p.a][0] if p.a in shapes else shapes[p.b][1] if p.b in shapes else None for p in pairs]

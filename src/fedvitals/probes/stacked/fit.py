@@ -32,7 +32,7 @@ class StackFit(Fit):
     ) -> tuple[dict[str, Array], list[Batch]]:
         """Return metrics of the received models, [clients] each, without values of clients that are not due.
 
-        Also the samples for `trained`, grouped by clients that use equally many.
+        Return also the samples for `trained`, grouped by clients that use equally many.
         """
         batches: list[Batch] = []
         metrics: dict[str, Array] = {}

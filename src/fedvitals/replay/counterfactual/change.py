@@ -70,7 +70,7 @@ class WhatIfChange:
             if node not in (*experiment.nodes, *groups):
                 raise ConfigError(unknown("client", node, (*experiment.nodes, *groups)))
         if not set(experiment.nodes) - set(self.drop):
-            raise ConfigError("A federation without any client has nothing to aggregate: leave somebody in.")
+            raise ConfigError("A federation without any client has nothing to aggregate: leave at least one in.")
 
     def experiment(self, experiment: Experiment) -> Experiment:
         """Return the experiment with what can only be changed there: its aggregation rule and its faults."""

@@ -151,7 +151,8 @@ class RecordedRounds:
         if recorded is not None and recorded.digest != got.digest:
             raise ConfigError(
                 f"The recorded updates of round {round_index} do not give the recorded model: this tape was made by "
-                "another version, or on a machine that sums in another order. `fedvitals replay RUN --verify` tells."
+                "another version, or on a machine that sums in another order. `fedvitals replay RUN --verify` shows "
+                "which."
             )
 
 

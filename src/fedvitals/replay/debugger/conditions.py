@@ -175,7 +175,7 @@ def _clause(sentence: str, whole: str) -> Clause:
         match = pattern.fullmatch(sentence)
         if match is not None:
             return make(match)
-    raise ConfigError(f"'{whole}' is no condition that is understood here. Examples: {_examples()}.")
+    raise ConfigError(f"'{whole}' is not a condition that is understood here. Examples: {_examples()}.")
 
 
 def _nonfinite_kind(word: str) -> str:

@@ -93,7 +93,7 @@ def _reply_words(session: Session, first_node: str, second_node: str) -> str:
 
 def _pairs(first: Tensors, second: Tensors) -> list[tuple[str, Tensor, Tensor]]:
     if first.keys() != second.keys():
-        raise ConfigError("They have not the same layers, and cannot be compared.")
+        raise ConfigError("They do not have the same layers, and cannot be compared.")
     return [(name, _flat(first, name), _flat(second, name)) for name in (*first, WHOLE)]
 
 

@@ -70,7 +70,7 @@ class LiveSession:
         folder = tape_folder(store, self.run)
         if self.holds and not (folder / "tape.json").exists():
             raise ConfigError(
-                f"The run {self.run} has no tape ({folder} is not there), and waits for nobody. "
+                f"The run {self.run} has no tape ({folder} is not there), and cannot be held up. "
                 "In Python:  fv.Monitor(..., tape=fv.Tape())."
             )
         self._handle = GateHandle(folder)

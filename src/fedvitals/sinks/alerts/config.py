@@ -52,7 +52,7 @@ def load(path: str | os.PathLike[str], *, secrets: bool = True) -> AlertsConfig:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"There is no file {file}. An example is examples/alerts.toml; docs/alerts.md tells all."
+            f"There is no file {file}. An example is examples/alerts.toml; docs/alerts.md describes the format."
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.") from None

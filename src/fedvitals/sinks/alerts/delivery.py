@@ -246,4 +246,4 @@ class ChannelDelivery:
             return
         self._reported.add(cause)
         with contextlib.suppress(Exception):  # the user's log handler may fail
-            logger.warning("Alert channel '%s': %s. Said once; `lost` counts.", self._channel.name, what.rstrip("."))
+            logger.warning("Alert channel '%s': %s. Logged once; `lost` counts.", self._channel.name, what.rstrip("."))

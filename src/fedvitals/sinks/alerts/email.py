@@ -69,9 +69,7 @@ class Email:
         if self.security not in PORTS:
             raise ConfigError(unknown("security of an e-mail channel", self.security, PORTS))
         if self.password is not None and self.security == "none" and self.host not in LOOPBACK:
-            raise ConfigError(
-                f"The password {whose} would travel readable for all. Use security = 'starttls' or 'ssl'."
-            )
+            raise ConfigError(f"The password {whose} would be sent unencrypted. Use security = 'starttls' or 'ssl'.")
 
     @property
     def identity(self) -> str:

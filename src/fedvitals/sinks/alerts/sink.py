@@ -213,7 +213,7 @@ class Alerts(Sink):
             isinstance(r.when, FindingCondition) and r.when.family for r in self.rules
         )
         if left_out:
-            logger.warning("Alerts watch at most 10,000 nodes for each rule; what is beyond is left out.")
+            logger.warning("Alerts watch at most 10,000 nodes for each rule; the others are left out.")
         if blind:
             logger.warning(
                 "Alert rules «finding in FAMILY» match nothing: Alerts(families=...) says which issue is in which."

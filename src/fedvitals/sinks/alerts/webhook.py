@@ -162,7 +162,7 @@ def _split(url: str) -> SplitResult:
         )
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            "A url with a user or password in it is not taken. Use headers = {Authorization = '${TOKEN}'}."
+            "A url with a user or password in it is not accepted. Use headers = {Authorization = '${TOKEN}'}."
         )
     return parts
 

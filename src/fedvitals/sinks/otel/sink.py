@@ -150,7 +150,7 @@ class OpenTelemetry(Sink):
     def _deliver(self, signal: Signal, records: Sequence[Any]) -> None:
         now = time.monotonic()
         if now < self._away_until:
-            raise ConnectionError(f"{self.endpoint} asks not to be bothered for a while")
+            raise ConnectionError(f"{self.endpoint} asks for a pause between requests")
         if now < self._unknown_until.get(signal.path, 0.0):
             self.rejected += len(records)
             return
@@ -208,7 +208,7 @@ class OpenTelemetry(Sink):
     def _say(self, text: str) -> None:
         if text not in self._reported and len(self._reported) < 100:
             self._reported.add(text)
-            logger.warning("%s Said once.", text)
+            logger.warning("%s Logged once.", text)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -170,7 +170,7 @@ class Prometheus(Sink):
                 self._port_reported = True
                 logger.warning(
                     "Prometheus metrics cannot be served on %s port %s (%s); training goes on, and it is tried again. "
-                    "Said once. Prometheus(port=0) takes a free port.", self._host, self._wanted, error,
+                    "Logged once. Prometheus(port=0) takes a free port.", self._host, self._wanted, error,
                 )  # fmt: skip
             return
         # A port chosen by the system would otherwise be unknown: programs without logging only show warnings.

@@ -56,7 +56,7 @@ _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
 def _without_wrong_rounds(version: int) -> Iterator[str]:
     """Yield statements after which a reader sees records of a round that is no integer as having no round.
 
-    Also in its own temporary schema; `fedvitals doctor --mend` changes the file.
+    They act on the reader's own temporary schema; `fedvitals doctor --mend` changes the file.
     """
     yield "PRAGMA temp_store = MEMORY"
     yield "CREATE TEMP VIEW run_round AS SELECT * FROM main.run_round WHERE TYPEOF(round) = 'integer'"

@@ -248,7 +248,7 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
     cells = rows * columns
     bits = r.bytes_of_array(-(-cells // 8))
     if (int.from_bytes(bits) >> -cells % 8).bit_count() != e.values:
-        raise RecordError(f"Measurements in a payload announce {e.values} values, and mark another number of them.")
+        raise RecordError(f"Measurements in a payload announce {e.values} values, and mark a different number of them.")
     steps = None if e.steps is None else np.full((rows, columns), NO_STEP, np.int64)
     if e.values == cells:
         present, values = np.ones((rows, columns), np.bool_), r.array(_F8, cells).reshape(rows, columns).copy()

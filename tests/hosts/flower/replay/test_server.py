@@ -267,7 +267,7 @@ def test_what_each_was_asked_with_is_known_by_its_digest(tmp_path):
     tape, _, _ = recorded(tmp_path, FedAvg())
     first, second = (tape.entry(number) for number in (1, 2))
     assert len({one.notes["request"] for one in first.came}) == 1
-    assert first.came[0].said["request"] != second.came[0].said["request"]  # another round, another config
+    assert first.came[0].notes["request"] != second.came[0].notes["request"]  # another round, another config
     assert second.after_notes["request"]["config"]["values"] == {"server-round": 2}
     assert second.after_notes["request"]["arrays"]["state"] == "model"
 

@@ -83,7 +83,7 @@ export function whatIfPanel(ctx, cohort) {
 const errorOf = (value, unit) => (unit === "share" ? `${number(100 * value)} points` : number(value));
 
 function sentence(answer) {
-  if (answer.recorded === null && answer.changed === null) return "The model stays NaN or infinite whoever is left out: it was so before this round. Go back to the round in which it was lost.";
+  if (answer.recorded === null && answer.changed === null) return "The model stays NaN or infinite no matter who is left out: it was so before this round. Go back to the round in which it was lost.";
   const without = answer.dropped.length ? `Without ${answer.dropped.slice(0, 5).join(", ")}${answer.dropped.length > 5 ? ` and ${answer.dropped.length - 5} more` : ""}` : "";
   const by = answer.rule === "recorded" ? "" : `by ${RULES[answer.rule]}`;
   const change = [without, by].filter(Boolean).join(", ");

@@ -119,7 +119,7 @@ def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Upd
     if [fields.node for fields in update_fields] != [node for _, node in asked]:
         raise RecordError(f"Updates of {len(asked)} clients were asked for, and those of others came, or of too few.")
     if any(fields.steps < 0 or fields.samples < 0 for fields in update_fields):
-        raise RecordError("An update tells of less than nothing: its steps and samples are numbers from 0 on.")
+        raise RecordError("An update reports negative steps or samples: both are numbers from 0 on.")
     if not {"states", "losses"} <= set(arrays):
         raise RecordError("Updates came without their states or losses.")
     states = _tensor(arrays["states"], (len(update_fields), size))
@@ -160,7 +160,9 @@ def _message(config: dict[str, Any], arrays: dict[str, Array]) -> RecordDict:
 def _records(content: Any) -> tuple[Mapping[str, Any], Mapping[str, Array]]:
     config, arrays = content.get(KEY), content.get(f"{KEY}.states")
     if not isinstance(config, ConfigRecord) or not isinstance(arrays, ArrayRecord):
-        raise RecordError(f"The message is none of fedvitals' lab: it has {', '.join(sorted(content)) or 'nothing'}.")
+        raise RecordError(
+            f"The message does not belong to fedvitals' lab: it has {', '.join(sorted(content)) or 'nothing'}."
+        )
     if config.get("version") != VERSION:
         raise RecordError(
             f"The message is of version {config.get('version')!r} of the lab's format, and here it is {VERSION}. "

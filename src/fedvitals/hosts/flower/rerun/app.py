@@ -60,8 +60,8 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
         return started.strategy
     except Exception as error:
         raise ConfigError(
-            f"The ServerApp in {folder} did not come to start its strategy: {type(error).__name__}: {error}. Say where "
-            "one is made: --strategy module:factory."
+            f"The ServerApp in {folder} did not get as far as starting its strategy: {type(error).__name__}: {error}. "
+            "Say where one is made: --strategy module:factory."
         ) from error
     raise ConfigError(
         f"The ServerApp in {folder} starts no strategy. Say where one is made: --strategy module:factory."

@@ -228,7 +228,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             with engine.new_context() as fl_ctx:
                 _tell_failure(engine, fl_ctx, task, released)
         except Exception as error:  # noqa: BLE001 - the site trains on, whatever happens to us
-            logger.warning("fedvitals could not tell the server of a failure: %s", error)
+            logger.warning("fedvitals could not report a failure to the server: %s", error)
 
 
 def _tell_failure(engine: Any, fl_ctx: FLContext, task: OpenTask, failure: SiteFailure) -> None:
@@ -280,5 +280,5 @@ def _taken_from_script(result: Shareable) -> ResultEnvelope | None:
     try:
         return read_envelope(header, 1e9)
     except RecordError as error:
-        logger.warning("fedvitals does not understand what the training script tells: %s", error)
+        logger.warning("fedvitals does not understand what the training script reports: %s", error)
         return None
