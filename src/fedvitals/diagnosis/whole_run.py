@@ -2,7 +2,8 @@
 """While the whole run has a problem with a cause of its own, clients are not accused of its consequences.
 
 Weights that explode, or clients that all drift apart, make healthy clients look like attackers: their updates point
-anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused.
+anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused. So does one
+whose data or updates prove the accusation, whatever the run has.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 from fedvitals.protocols import Node
 from fedvitals.records import Finding
 
-CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS"})
-OF_THE_SERVER = frozenset({"POOR_INITIALISATION"})  # causes that no client can have: they explain accusations at once
 CONSEQUENCES = frozenset(
     {
         *("BYZANTINE", "DUPLICATE_UPDATE", "STALE_UPDATE", "FREE_RIDER", "FROZEN_LAYER"),
         *("INPUT_NOISE", "LABEL_NOISE", "LABEL_FLIP", "BATCH_NORM_STATISTICS"),
     }
 )
-"""Issues inferred from how a client's training and updates compare with others', rather than from its data."""
-BLAMED_AT_ONCE = 2  # rounds after a cause appeared in which a client may still be accused of having caused it
+"""Issues inferred from how a client's training and updates compare with others'."""
+PROVEN = frozenset({"data", "exact"})  # views that compare data or test equalities, which no cause imitates
+OPPOSED = "opposed"  # the relation that is not an equality: two groups of a model that is lost pull against each other
+CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS"})
+# Causes that no client can be accused of having caused, with the accusations that they explain from their first round.
+NOT_BY_CLIENTS = {"POOR_INITIALISATION": CONSEQUENCES, "DEAD_UNITS": frozenset({"FROZEN_LAYER"})}
+BLAMED_AT_ONCE = 2  # rounds after another cause began in which a client may still be accused of having caused it
 STANDS = 2  # rounds without a finding, after which a cause has ended
 
 
@@ -34,23 +38,37 @@ class WholeRunCauses:
         """Return whether a finding is only a consequence of the whole run's problem; else remember it."""
         node, issue = finding.where.node, finding.issue
         if node is None:
-            if (issue in CAUSES or _of_server(finding)) and finding.where.group is None:
-                first, newest = self._rounds.get(issue, (round_index, round_index))
-                self._rounds[issue] = first if round_index - newest <= STANDS else round_index, round_index
+            if _is_cause(finding):
+                since = finding.evidence.get("since")  # a third-party detector may write anything
+                began = min(round_index, since) if isinstance(since, int) else round_index
+                first, newest = self._rounds.get(issue, (began, round_index))
+                self._rounds[issue] = first if round_index - newest <= STANDS else began, round_index
             return False
-        if issue in CONSEQUENCES and self._stands(self._accused.get(node, round_index), round_index):
+        accused = self._accused.get(node, round_index)
+        causes = () if issue not in CONSEQUENCES or _is_proven(finding) else self._rounds
+        if any(self._explains(cause, issue, accused, round_index) for cause in causes):
             return True
         self._accused.setdefault(node, round_index)
         return False
 
-    def _stands(self, accused: int, round_index: int) -> bool:
-        """Return whether a lasting cause appeared clearly before a client was first accused."""
-        return any(
-            accused - first >= (0 if issue in OF_THE_SERVER else BLAMED_AT_ONCE) and round_index - newest <= STANDS
-            for issue, (first, newest) in self._rounds.items()
-        )
+    def _explains(self, cause: str, issue: str, accused: int, round_index: int) -> bool:
+        """Return whether a lasting cause began clearly before a client was first accused."""
+        first, newest = self._rounds[cause]
+        explained, wait = NOT_BY_CLIENTS.get(cause), 0
+        if explained is None:
+            explained, wait = CONSEQUENCES, BLAMED_AT_ONCE
+        return issue in explained and accused - first >= wait and round_index - newest <= STANDS
 
 
-def _of_server(finding: Finding) -> bool:
-    """Return whether a finding is a cause at the server; first weights with mere remarks are not."""
-    return finding.issue in OF_THE_SERVER and finding.severity != "note"
+def _is_cause(finding: Finding) -> bool:
+    """Return whether a finding is a cause in the whole run; a note is none where clients have no part in it."""
+    if finding.where.group is not None:
+        return False
+    return finding.issue in CAUSES or (finding.issue in NOT_BY_CLIENTS and finding.severity != "note")
+
+
+def _is_proven(finding: Finding) -> bool:
+    """Return whether an accusation rests on data or on an equality."""
+    views = finding.evidence.get("views")
+    proven = isinstance(views, list | tuple) and any(view in views for view in PROVEN)
+    return proven and finding.evidence.get("relation") != OPPOSED
