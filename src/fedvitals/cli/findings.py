@@ -23,7 +23,7 @@ MOST_ROUNDS = 500  # read again for the verdicts
 NAMED = 3  # of the clients that are different
 UNDECIDABLE = (
     "Not yet decidable: wrong labels only show against a model with an accuracy of 35 %, measured on the clients' own "
-    "samples (data= and loss=) or logged by your loop."
+    "samples (data= and loss=) or logged by your loop. Tasks without an accuracy, such as regression, stay undecided."
 )
 WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
 

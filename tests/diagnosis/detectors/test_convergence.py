@@ -4,8 +4,10 @@
 import math
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
-from fedvitals import lab
+from fedvitals import Monitor, lab
 from fedvitals.diagnosis.detectors.convergence import (
     DETECTORS,
     client_drift,
@@ -15,6 +17,8 @@ from fedvitals.diagnosis.detectors.convergence import (
     plateau,
 )
 from fedvitals.diagnosis.detectors.signals import server_step
+from fedvitals.store import MemoryStore
+from support.healthy.loops import blobs, train
 from support.histories import findings_of, history_of, lab_history
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
@@ -63,6 +67,24 @@ def test_the_servers_rate_is_read_from_sums(factor):
     assert server_step(history, 1).rate == pytest.approx(1, rel=0.01)
     assert server_step(history, 3).rate == pytest.approx(factor, rel=0.01)
     assert server_step(history, 3).fit > 0.999
+
+
+def test_clients_that_continue_each_others_models_have_no_common_step():
+    """The server then moves by the sum of the updates, not by their mean: nothing overshoots, and nothing is undone."""
+    torch.manual_seed(0)
+    store, (x, y) = MemoryStore(), blobs(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    with Monitor(None, sinks=[store], machine=False, detectors=()) as monitor:
+        for number in range(6):
+            with monitor.round(number, model):
+                for i in range(5):
+                    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+                    with monitor.client(f"c{i}", model, data=(x[i::5], y[i::5]), loss=cross_entropy):
+                        train(model, x[i::5], y[i::5], cross_entropy, optimizer)
+                monitor.log(loss=cross_entropy(model(x), y).item())
+    history = store.history(monitor.run.id)
+    assert issues(history) == set()
+    assert [server_step(history, number) for number in range(6)] == [None] * 6
 
 
 def test_a_round_is_judged_without_those_after_it():

@@ -272,7 +272,7 @@ def _is_flat(losses: MetricCurve) -> bool:
 
 
 def _slow_finding(issue: str, losses: MetricCurve, rates: list[ServerStep], round_index: int) -> Finding:
-    standing = "stands still" if issue == "PLATEAU" else "creeps"
+    standing = "hardly moves" if issue == "PLATEAU" else "creeps"
     text = (
         f"Learning {standing}: the server takes {rates[-1].rate:.2g} of the step that its clients' updates average to."
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
@@ -31,6 +32,7 @@ ACCURACIES = ("accuracy", "local.accuracy")
 PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
 LONGEST_BIAS_GRADIENT = 2.0**0.5 * 1.01  # of mean cross-entropy, with room for rounding
 LONGEST_GAP = 256  # rounds that are kept although a curve no longer has them
+ELSEWHERE = 0.01  # of the length of a client's change: from the sums of its layers, rounding gives up to 1e-5
 SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
@@ -349,7 +351,8 @@ def server_step(history: History, round_index: int) -> ServerStep | None:
     """Return the server's step, from sums alone: of each layer's weights before and after, and of the clients' changes.
 
     The sum of a layer is linear, so a server that takes `rate` times the mean update shows that rate in every layer.
-    None where it cannot be known: the first round, `light`, or a gap in the rounds.
+    None where it cannot be known: the first round, `light`, a gap in the rounds, or clients that start from models of
+    their own.
     """
     names = history.layers("weight")
     if not names or names != history.layers("update"):
@@ -358,7 +361,7 @@ def server_step(history: History, round_index: int) -> ServerStep | None:
     nodes, changes = history.across("update", ("sum", "count"), round_index)
     trained = set(training_clients(history, round_index))
     kept = [i for i, node in enumerate(nodes) if node in trained]
-    if before is None or after is None or not kept:
+    if before is None or after is None or not kept or _start_elsewhere(history, round_index, before):
         return None
     weights = _sample_counts(history, round_index, [nodes[i] for i in kept])
     sizes = np.sqrt(np.maximum(changes[kept[0], :, 1], 1.0))
@@ -370,6 +373,24 @@ def server_step(history: History, round_index: int) -> ServerStep | None:
     if len(mean) < 3 or squares == 0 or not np.any(moved):
         return None
     return ServerStep(both / squares, both**2 / (squares * float(moved @ moved)))
+
+
+def _start_elsewhere(history: History, round_index: int, server: Array) -> bool:
+    """Return whether most clients started from another model than the server's, by the sums of a third of their layers.
+
+    So they do where each continues the model of the one before. Only clients that sent what they trained show it. The
+    sums of a classifier's last layer are always the same, since its gradients cancel out over the classes.
+    """
+    nodes, changes = history.across("update", ("sum", "l2"), round_index)
+    holders, weights = history.across("weight", ("sum",), round_index)
+    rows = {node: row for row, node in enumerate(holders)}
+    honest = clients_with_trained_updates(history, round_index)
+    places = [(row, rows[node]) for row, node in enumerate(nodes) if node in rows and node in honest]
+    if not places:
+        return False
+    changed, held = (list(part) for part in zip(*places, strict=True))
+    apart = np.abs(weights[held, :, 0] - changes[changed, :, 0] - server) > ELSEWHERE * changes[changed, :, 1]
+    return bool((apart.mean(axis=1) >= 1 / 3).mean() > 1 / 2)
 
 
 def _server_sums(history: History, round_index: int) -> Array | None:
