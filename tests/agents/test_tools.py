@@ -209,6 +209,13 @@ def test_names_of_others_are_quoted_as_data(hostile):
     assert rows[0]["sign"] == "update.norm"
 
 
+def test_a_client_is_found_by_its_name_as_answers_show_it(hostile):
+    shown = called(hostile, "evidence", run="evil")["training"][0]["client"]
+    assert shown != f"c4 {INJECTION}"
+    (sign,) = called(hostile, "client", run="evil", client=shown)["signs"]
+    assert (sign["client"], sign["values"][-1]) == (shown, 100)
+
+
 def test_errors_quote_names_as_well(hostile):
     message = refused(hostile, "client", run="evil", client="nobody")
     assert "c0" in message
