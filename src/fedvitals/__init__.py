@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedvitals: the vital signs of federated learning.
+"""fedvitals: observability, debugging and profiling for federated learning in PyTorch.
 
     import fedvitals as fv
 

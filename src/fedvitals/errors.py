@@ -19,11 +19,11 @@ __all__ = [
 
 
 class FedvitalsError(Exception):
-    """Any error that fedvitals raises on purpose."""
+    """The base class of all errors that fedvitals raises on purpose."""
 
 
 class ConfigError(FedvitalsError):
-    """A setting, name or argument that is not valid."""
+    """Raised for a setting, name or argument that is not valid; the message says what was received and what to do."""
 
 
 class UnsuitedError(ConfigError):
@@ -31,11 +31,11 @@ class UnsuitedError(ConfigError):
 
 
 class RecordError(FedvitalsError):
-    """A record whose shape, size or name is not acceptable."""
+    """Raised for a record whose shape, size or name is not acceptable; the record is not stored."""
 
 
 class StoreError(FedvitalsError):
-    """A store that cannot be opened, read or written."""
+    """Raised when a store cannot be opened, read or written."""
 
 
 class EmptyStoreError(StoreError):
@@ -43,11 +43,11 @@ class EmptyStoreError(StoreError):
 
 
 class BusyError(StoreError):
-    """A store or run that another process is writing, and that must not be changed meanwhile."""
+    """Raised when a store or run must not be changed because another process is writing it."""
 
 
 class StoreLostError(StoreError):
-    """A store whose file was overwritten by another program: `lost` records that it held are gone.
+    """Raised when another program has overwritten a store's file: `lost` records that it held are gone.
 
     Args:
         message: What happened.
@@ -60,7 +60,7 @@ class StoreLostError(StoreError):
 
 
 class MissingExtraError(FedvitalsError, ImportError):
-    """A feature was used whose package is not installed.
+    """Raised when a feature is used whose package is not installed; the message has the line that installs it.
 
     Args:
         package: The package that is missing.
@@ -76,7 +76,7 @@ class MissingExtraError(FedvitalsError, ImportError):
 
 
 class PluginError(FedvitalsError):
-    """A command or a detector of another distribution cannot be loaded."""
+    """Raised when a command or a detector of another distribution cannot be loaded."""
 
 
 def text_of(value: object) -> str:

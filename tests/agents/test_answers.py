@@ -45,6 +45,15 @@ def test_names_lose_what_cannot_be_seen(name):
     assert len(shown) <= TEXT
 
 
+def test_numbers_keep_four_digits_and_times_their_seconds():
+    assert json.loads(encode([0.123456, 1234.56, 1795101692.17, -12345.6]))["result"] == [
+        0.1235,
+        1235,
+        1795101692,
+        -12346,
+    ]
+
+
 def test_numbers_that_are_not_finite_are_null():
     answer = json.loads(encode({"values": [float("nan"), float("inf"), 1 / 3, 2.0, 10**20]}))
     assert answer["result"]["values"] == [None, None, 0.3333, 2, 10**20]

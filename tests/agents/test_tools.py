@@ -20,8 +20,9 @@ from mcp import Client, StdioServerParameters
 from mcp.server.mcpserver.exceptions import ToolError
 
 from fedvitals.agents.answers import LIMIT
-from fedvitals.agents.server import build
+from fedvitals.agents.server import build, serve_http
 from fedvitals.dashboard.example import unpack
+from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Metric, Run, Where
 from fedvitals.store import open_store
 
@@ -209,6 +210,13 @@ def test_names_of_others_are_quoted_as_data(hostile):
     assert rows[0]["sign"] == "update.norm"
 
 
+def test_a_client_is_found_by_its_name_as_answers_show_it(hostile):
+    shown = called(hostile, "evidence", run="evil")["training"][0]["client"]
+    assert shown != f"c4 {INJECTION}"
+    (sign,) = called(hostile, "client", run="evil", client=shown)["signs"]
+    assert (sign["client"], sign["values"][-1]) == (shown, 100)
+
+
 def test_errors_quote_names_as_well(hostile):
     message = refused(hostile, "client", run="evil", client="nobody")
     assert "c0" in message
@@ -237,6 +245,26 @@ def test_a_store_that_is_not_there_is_told_before_anything_is_served(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert result.returncode == 2
     assert "There is no store" in result.stderr
+
+
+def test_an_agent_that_closes_the_pipe_ends_the_server_without_a_traceback(store):
+    command = [sys.executable, "-m", "fedvitals.cli", "mcp", "--store", str(store)]
+    hello = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
+    request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+    reading, writing = os.pipe()
+    os.close(reading)
+    pipes = {"stdin": subprocess.PIPE, "stdout": writing, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        os.close(writing)
+        _, errors = process.communicate(json.dumps(request) + "\n", timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_port_that_is_taken_is_named(store):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
+            serve_http(store, port)
 
 
 def test_another_table_of_the_same_file_is_not_hidden_from_its_owner(store):

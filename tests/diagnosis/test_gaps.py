@@ -84,7 +84,7 @@ def test_a_model_that_a_probe_refuses_is_judged_all_the_same():
 
 def test_findings_with_gaps_say_so_below():
     found = fv.Monitor(None, detectors=[quiet], machine=False).findings()
-    assert str(found) == "No findings by 1 detectors."
+    assert str(found) == "No findings by 1 detector."
     assert found.gaps == ()
 
 

@@ -55,7 +55,7 @@ def test_findings_stand_on_the_card(tmp_path, capsys):
         main(["show", "d", "--store", str(tmp_path / "d.db")])
     out = capsys.readouterr().out
     assert "Health: 3 findings, 3 still there." in out
-    assert "1 detectors looked." in out
+    assert "1 detector looked." in out
     assert "c0 was seen" in out
     assert "no detector is installed" not in out
 

@@ -382,7 +382,7 @@ def test_json_has_the_whole_case(store, capsys):
 def test_runs_without_findings(store, capsys):
     code, out, _ = run(capsys, "findings", "well", "--store", store)
     assert code == 0
-    assert out.startswith("No findings by 1 detectors.\n")
+    assert out.startswith("No findings by 1 detector.\n")
     code, out, _ = run(capsys, "findings", "unjudged", "--store", store)
     assert code == 1
     assert "Not judged: no detector was installed." in out
@@ -406,7 +406,7 @@ def test_show_has_the_cases(store, capsys):
     assert code == 0
     assert "Health: 1 finding, 1 still there." in out
     assert "c1: LABEL_NOISE, 90 % sure" in out
-    assert "No findings by 1 detectors." in run(capsys, "show", "well", "--store", store)[1]
+    assert "No findings by 1 detector." in run(capsys, "show", "well", "--store", store)[1]
     assert "not judged" in run(capsys, "show", "unjudged", "--store", store)[1]
     told = json.loads(run(capsys, "show", "ill", "--json", "--store", store)[1])["result"]
     assert [case["issue"] for case in told["cases"]] == ["LABEL_NOISE"]

@@ -29,9 +29,12 @@ def quoted(text: str) -> str:
 
 
 def rounded(number: float) -> float:
-    """Return the number with `DIGITS` significant digits; whole numbers below 10¹⁵ stay as they are."""
-    if number == int(number) and abs(number) < 1e15:
-        return int(number)
+    """Return the number with `DIGITS` significant digits; below 10¹⁵ it stays exact to the nearest integer.
+
+    Four significant digits of a time in seconds since 1970 would be off by days.
+    """
+    if abs(number) < 1e15 and (number == int(number) or abs(number) >= 10**DIGITS):
+        return round(number)
     short = float(f"{number:.{DIGITS}g}")
     return short if math.isfinite(short) else number  # the largest numbers would be rounded beyond the range of floats
 

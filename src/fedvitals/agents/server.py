@@ -18,7 +18,7 @@ from fedvitals import __version__
 from fedvitals.agents.answers import quoted
 from fedvitals.agents.documentation import Entry
 from fedvitals.agents.tools import Tools
-from fedvitals.errors import FedvitalsError
+from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.store import Target
 
 LOOPBACK = "127.0.0.1"
@@ -61,9 +61,17 @@ def _teaching(tool: Callable[..., str]) -> Callable[..., str]:
 
 
 def serve_stdio(store: Target, entries: Sequence[Entry] = ()) -> None:
-    """Serve one agent on standard input and output, until it closes them."""
+    """Serve one agent on standard input and output, until it closes them.
+
+    Raises BrokenPipeError if it closes our output before it has read all answers.
+    """
     logging.getLogger("mcp").setLevel(logging.WARNING)
-    build(store, entries).run("stdio")
+    try:
+        build(store, entries).run("stdio")
+    except ExceptionGroup as group:  # the SDK's tasks fail as a group
+        if group.split(BrokenPipeError)[1] is not None:
+            raise
+        raise BrokenPipeError("The agent has closed our output.") from None
 
 
 def serve_http(
@@ -71,9 +79,14 @@ def serve_http(
 ) -> None:
     """Serve agents on this machine by HTTP until Ctrl-C; `ready` is called with the address. Port 0 is any free one.
 
-    The server listens on the loopback address only, and answers only requests that name it by a loopback name.
+    The server listens on the loopback address only, and answers only requests that name it by a loopback name. Raises
+    ConfigError if the port is taken.
     """
     app = build(store, entries).streamable_http_app(host=LOOPBACK, json_response=True, stateless_http=True)
-    with socket.create_server((LOOPBACK, port)) as listening:
+    try:
+        listening = socket.create_server((LOOPBACK, port))
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on {LOOPBACK}:{port}: {error.strerror}. Choose another --port.") from error
+    with listening:
         ready(f"http://{LOOPBACK}:{listening.getsockname()[1]}/mcp")
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fedvitals.agents import documentation
-from fedvitals.agents.answers import LIMIT, TEXT, encode
+from fedvitals.agents.answers import LIMIT, TEXT, encode, quoted
 from fedvitals.agents.deviations import SYSTEM, Deviation, deviation_of, order, signs_of, strongest
 from fedvitals.agents.layers import layer_summary, layer_table
 from fedvitals.dashboard.pages.tape_index import NoTapeError
@@ -276,8 +276,9 @@ class Tools:
             chosen = queries.find_run(reader, run)
             if round_index is None:
                 return self._encode({"run": chosen, "rows": _times_otherwise(reader, chosen)})
+            dropped = tuple(_known_client(reader, chosen, client) for client in without)
             try:
-                answer = asdict(what_if(reader, self._store, chosen, round_index, drop=tuple(without), rule=rule))
+                answer = asdict(what_if(reader, self._store, chosen, round_index, drop=dropped, rule=rule))
             except NoTapeError as error:
                 raise ConfigError(
                     f"{error} Without `round_index`, this tool computes how long rounds would take."
@@ -336,11 +337,18 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _known_client(reader: Reader, run: str, client: str) -> str:
+    """Return the node of this name, which may also be written as answers show it: without invisible characters."""
     nodes = reader.history(run).nodes()
-    if client not in nodes:
-        near = sorted(nodes, key=natural)
-        raise ConfigError(unknown("client", client, near[:50]))
-    return client
+    if client in nodes:
+        return client
+    shown_so = [node for node in nodes if quoted(node) == client]
+    if len(shown_so) > 1:
+        raise ConfigError(
+            f"{len(shown_so)} clients are shown as '{client}'. Their names differ in invisible characters."
+        )
+    if not shown_so:
+        raise ConfigError(unknown("client", client, sorted(nodes, key=natural)[:50]))
+    return shown_so[0]
 
 
 def _spread(rounds: Sequence[int], most: int) -> list[int]:

@@ -24,7 +24,7 @@ from fedvitals.views.memo import Remembered
 from fedvitals.views.run_figures import Figures
 
 COMPARED = 80  # runs whose figures are cached
-DESCRIPTION = "The vital signs of federated learning. Read-only but for tags, acknowledgements and deletions."
+DESCRIPTION = "Observability for federated learning. Read-only but for tags, acknowledgements and deletions."
 PACKAGE = "fedvitals.dashboard.routes"
 ROUTES = (
     "status", "records", "runs", "overview", "findings", "clients", "layers", "adapters", "rounds", "replay", "compare",

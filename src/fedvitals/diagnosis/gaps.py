@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fedvitals.diagnosis.abstentions import Examined
+from fedvitals.plural import counted
 from fedvitals.records import Event, natural
 
 MONITOR_ERROR = "monitor.error"  # the event that reports a failure of the monitor itself
@@ -101,8 +102,9 @@ def statement(detectors: int, reasons: Sequence[str], examined: Examined | None,
         return no_all_clear(reasons) if silent else incomplete(reasons)
     looked_at = "." if examined is None else f" at {examined}."
     if silent:
-        return f"No findings by {detectors} detectors{'.' if examined is None else f', which looked{looked_at}'}"
-    return f"{detectors} detectors looked{looked_at}"
+        which = "." if examined is None else f", which looked{looked_at}"
+        return f"No findings by {counted(detectors, 'detector')}{which}"
+    return f"{counted(detectors, 'detector')} looked{looked_at}"
 
 
 def no_all_clear(reasons: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ class Cosine(Decay, frozen=True):
 
 
 class Steps(Decay, frozen=True):
-    """A learning rate that falls in steps.
+    """A learning rate that is multiplied by `gamma` after every so many rounds.
 
     Args:
         every: Rounds between two steps.

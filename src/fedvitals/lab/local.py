@@ -79,7 +79,7 @@ OPTIMIZERS = (Adam, SGD, PlainSGD)
 
 
 class Clip(Part, frozen=True):
-    """Gradient clipping.
+    """Gradient clipping, by norm or by value.
 
     Args:
         limit: The largest norm, or value.

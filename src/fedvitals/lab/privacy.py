@@ -68,7 +68,9 @@ class DifferentialPrivacy(Description, frozen=True):
 
 
 class ClientDP(DifferentialPrivacy, frozen=True):
-    """Clipping and noise on the client. ε of a client is that of all messages it has sent so far.
+    """Differential privacy on the client: it clips its update and adds noise before it sends it.
+
+    ε of a client is that of all messages it has sent so far.
 
     Args:
         clip: The largest norm of a client's change.
@@ -93,7 +95,7 @@ class ClientDP(DifferentialPrivacy, frozen=True):
 
 
 class CentralDP(DifferentialPrivacy, frozen=True):
-    """Clipping and noise at the server.
+    """Differential privacy at the server, which clips updates and adds noise to their mean.
 
     All clients have the same weight, because the noise would not hide one with many samples.
 

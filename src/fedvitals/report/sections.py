@@ -13,6 +13,7 @@ from fedvitals.analysis.stragglers import costly
 from fedvitals.diagnosis.gaps import incomplete
 from fedvitals.plot.round_stacks import draw_traffic
 from fedvitals.plot.round_waterfall import draw_waterfall
+from fedvitals.plural import counted
 from fedvitals.report.markup import Block, Facts, Folded, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import flat, readable
 from fedvitals.store.read import queries
@@ -329,8 +330,8 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
     cost = "an unknown share" if card.cost_percent is None else f"{number(card.cost_percent)} %"
     everywhere = "" if card.gaps else " at every round"
     points = [
-        f"{card.detectors} detectors looked{everywhere}; at {number(facts.false_alarms)} per 100 healthy rounds, "
-        f"{number(alarms)} false alarms are to be expected in {facts.rounds} rounds."
+        f"{counted(card.detectors, 'detector')} looked{everywhere}; at {number(facts.false_alarms)} per 100 healthy "
+        f"rounds, {number(alarms)} false alarms are to be expected in {facts.rounds} rounds."
         if card.detectors
         else "No detector looked at this run while it trained.",
         f"Records lost: {card.summary.lost}." + (" What they said is not in here." if card.summary.lost else ""),

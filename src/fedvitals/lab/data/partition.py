@@ -164,7 +164,7 @@ class QuantitySkew(Description, frozen=True):
 
 
 class FeatureShift(Description, frozen=True):
-    """Equal shares, but each client's camera differs.
+    """Equal shares, but each client's images differ in brightness and rotation.
 
     Args:
         brightness: Factors are drawn from 1 ± this.

@@ -127,7 +127,7 @@ class DistributedBackdoor(Backdoor, frozen=True):
 
 
 class EdgeCaseBackdoor(Fault, frozen=True):
-    """An attacker who mislabels what is rare: the most unusual inputs of a class are taught as another.
+    """An attacker who relabels the most unusual inputs of one class as another class.
 
     «Attack of the tails», Wang et al. 2020. The attack succeeds on the unusual test samples of the class.
 

@@ -33,8 +33,8 @@ def refuse_tokens(fault: Fault, form: SampleForm) -> None:
 
 
 class LabelNoise(Fault, frozen=True):
-    """An annotator who guesses: some labels are replaced, each by a random other class. Of targets per step, a share of
-    the steps is replaced; targets that are no classes are exchanged between samples.
+    """A client with random wrong labels: some are replaced, each by a random other class. Of targets per step, a share
+    of the steps is replaced; targets that are no classes are exchanged between samples.
 
     Args:
         rate: The share of the labels that is replaced.
@@ -55,7 +55,7 @@ class LabelNoise(Fault, frozen=True):
 
 
 class LabelFlip(Fault, frozen=True):
-    """One class mistaken for another.
+    """A client that labels samples of one class as another class.
 
     Args:
         source: The class that is relabelled.
@@ -112,7 +112,7 @@ class MissingClasses(Fault, frozen=True):
 
 
 class InputNoise(Fault, frozen=True):
-    """A bad sensor: noise on every input.
+    """A client whose inputs have noise added to them, as from a bad sensor.
 
     Args:
         deviation: The noise's standard deviation, as a multiple of that of the client's data.
@@ -152,7 +152,8 @@ class InputScale(Fault, frozen=True):
 
 
 class GroupLeftBehind(Fault, frozen=True):
-    """Clients whose cameras are mounted upside down: a group with rotated inputs, which the average model serves worse.
+    """A group of clients with rotated inputs, which the average model serves worse.
+
     Images are rotated by 180°, other inputs reversed.
 
     Args:
@@ -208,7 +209,7 @@ class ChannelsSwapped(Fault, frozen=True):
 
 
 class SameBatch(Fault, frozen=True):
-    """A data loader that does not move on: every step, in every round, trains on the same mini-batch."""
+    """A client that trains on the same mini-batch at every step of every round, as with a stuck data loader."""
 
     issue: ClassVar[str] = "unusual_client"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Overfitting(RunFault, frozen=True):
-    """Too much training on too little data.
+    """A client that trains for many epochs on few samples.
 
     Args:
         samples: How many samples the client has.

@@ -99,7 +99,7 @@ def _require_tokens(fault: Fault, x: Tensor, y: Tensor) -> None:
 
 
 class Padding(Fault, frozen=True):
-    """Padding that was not masked: each text ends with tokens 0, which the client learns to predict.
+    """A client whose texts end with unmasked padding: tokens 0, which it learns to predict.
 
     Args:
         share: The share of each text that is replaced by padding.

@@ -35,7 +35,7 @@ class DropOut(Fault, frozen=True):
 
 
 class Straggler(Fault, frozen=True):
-    """A slow or busy machine.
+    """A client that computes `factor` times as long, as on a slow or busy machine.
 
     Args:
         factor: How many times as long the client computes.
@@ -50,8 +50,8 @@ class Straggler(Fault, frozen=True):
 
 
 class Timeout(Fault, frozen=True):
-    """A connection that hangs: the upload takes longer. With a deadline the update comes too late; without one the
-    server waits.
+    """A client whose upload takes longer, as over a stalled connection. With a deadline the update comes too late;
+    without one the server waits.
 
     Args:
         seconds: How much longer the upload takes.
@@ -65,7 +65,7 @@ class Timeout(Fault, frozen=True):
 
 
 class LostMessage(Fault, frozen=True):
-    """A dropped connection: the update never arrives.
+    """A client whose update never arrives, as after a dropped connection.
 
     Args:
         rate: The probability that it happens, in each of its rounds.
@@ -126,7 +126,7 @@ class ClockSkew(Fault, frozen=True):
 
 
 class TelemetryLost(Fault, frozen=True):
-    """A firewall that only passes models: the client trains and sends its update, but its telemetry is lost."""
+    """A client whose updates arrive but whose telemetry is lost, as behind a firewall that only passes models."""
 
     drops_telemetry: ClassVar[bool] = True
 

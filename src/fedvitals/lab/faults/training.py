@@ -160,7 +160,7 @@ class Crash(Fault, frozen=True):
 
 
 class MemoryHog(Fault, frozen=True):
-    """A memory leak, or another program on the machine: memory is allocated at one step.
+    """A client on which memory is allocated at one step, as by a leak or by another program.
 
     Args:
         megabytes: How much memory is allocated.

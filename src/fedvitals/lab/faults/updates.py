@@ -151,7 +151,7 @@ class Gaussian(Fault, frozen=True):
 
 
 class WrongSampleCount(Fault, frozen=True):
-    """A client that counts wrongly, or wants more weight.
+    """A client that reports `factor` times as many samples as it has, and so gets another weight in the mean.
 
     Args:
         factor: The number of samples that it claims, as a multiple of what it has.
@@ -170,7 +170,7 @@ class WrongSampleCount(Fault, frozen=True):
 
 
 class ZeroWeight(RunFault, frozen=True):
-    """A data set that was not mounted: every client reports no samples, and nothing can be averaged."""
+    """Every client reports no samples, as if the data set was not mounted, so that nothing can be averaged."""
 
     issue: ClassVar[str] = "zero_total_weight"
 

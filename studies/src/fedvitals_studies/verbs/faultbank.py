@@ -272,7 +272,7 @@ def _print(taken: Taken) -> None:
             for each in taken.summary.methods
         ]
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "method")  # a name that is cut may be that of two detectors
     for cells in rows:
         table.add_row(*cells)
     console.print(table, "")
