@@ -137,6 +137,32 @@ def test_every_tool_answers_over_http_on_this_machine_only(store):
                 pass
 
 
+SERVES_BRIEFLY = """
+import sys
+from fedvitals.agents.server import serve_http
+from fedvitals.dashboard.connections import Limits
+limits = Limits(head_seconds=0.5, body_seconds=0.5, connections=20, connections_of_address=10)
+serve_http(sys.argv[1], 0, ready=lambda address: print(address, flush=True), limits=limits)
+"""
+
+
+def test_slow_and_excess_connections_are_cut(store):
+    begun = b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    command = [sys.executable, "-c", SERVES_BRIEFLY, str(store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as open_ones:
+        open_ones.callback(process.terminate)
+        port = int(process.stdout.readline().rsplit(":", 1)[1].split("/")[0])
+        slow = [open_ones.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(30)]
+        for number, connection in enumerate(slow):
+            with contextlib.suppress(OSError):  # the first are cut by those that come after
+                connection.sendall(begun + (b"" if number % 2 else b"Content-Length: 100\r\n\r\n{"))
+        for connection in slow:
+            connection.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                assert b" 200 " not in connection.recv(100)
+        assert asyncio.run(everything(f"http://127.0.0.1:{port}/mcp"))["profile"]["bound_by"] == "compute"
+
+
 @pytest.mark.parametrize(
     "sql",
     [

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.connections import Limits, Places
-from fedvitals.dashboard.server import bind, server_of
+from fedvitals.dashboard.connections import Limits, Places, server_of
+from fedvitals.dashboard.server import bind
 from support.timed_run import begin, stored
 from support.waiting import PATIENCE, wait_until
 

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import uvicorn
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
@@ -18,6 +17,7 @@ from fedvitals import __version__
 from fedvitals.agents.answers import quoted
 from fedvitals.agents.documentation import Entry
 from fedvitals.agents.tools import Tools
+from fedvitals.dashboard.connections import Limits, server_of
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.store import Target
 
@@ -75,12 +75,16 @@ def serve_stdio(store: Target, entries: Sequence[Entry] = ()) -> None:
 
 
 def serve_http(
-    store: Target, port: int, entries: Sequence[Entry] = (), ready: Callable[[str], None] = lambda _: None
+    store: Target,
+    port: int,
+    entries: Sequence[Entry] = (),
+    ready: Callable[[str], None] = lambda _: None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> None:
     """Serve agents on this machine by HTTP until Ctrl-C; `ready` is called with the address. Port 0 is any free one.
 
-    The server listens on the loopback address only, and answers only requests that name it by a loopback name. Raises
-    ConfigError if the port is taken.
+    The server listens on the loopback address only, and answers only requests that name it by a loopback name.
+    Slow, silent and excess connections are cut, as the dashboard does. Raises ConfigError if the port is taken.
     """
     app = build(store, entries).streamable_http_app(host=LOOPBACK, json_response=True, stateless_http=True)
     try:
@@ -89,4 +93,4 @@ def serve_http(
         raise ConfigError(f"Cannot listen on {LOOPBACK}:{port}: {error.strerror}. Choose another --port.") from error
     with listening:
         ready(f"http://{LOOPBACK}:{listening.getsockname()[1]}/mcp")
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+        server_of(app, limits).run(sockets=[listening])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits how many connections and live streams the dashboard holds open, per address and in total, and how long.
+"""Limits how many connections and live streams a server holds open, per address and in total, and how long.
 
 uvicorn by itself waits forever for the rest of a request, and for a client that does not read its answer.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 Holder = TypeVar("Holder")
@@ -155,6 +157,16 @@ def bounded_protocol(limits: Limits) -> type[asyncio.Protocol]:
         limits.connections, limits.connections_of_address, lambda connection: connection.leave()
     )
     return cast("type[asyncio.Protocol]", functools.partial(BoundedProtocol, limits, places))
+
+
+def server_of(app: Any, limits: Limits) -> uvicorn.Server:
+    """Return a server of an ASGI app in which no client can exceed the limits on connections and their duration."""
+    config = uvicorn.Config(
+        app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),
+        proxy_headers=False,  # any process on this machine could claim any other address in them
+        log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on",
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 _WORDS = b"Too many connections are open. Close some pages, or wait."

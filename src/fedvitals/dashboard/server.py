@@ -8,7 +8,6 @@ import errno
 import gc
 import html
 import ipaddress
-import math
 import os
 import re
 import secrets
@@ -22,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-import uvicorn
-
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.asgi import App
-from fedvitals.dashboard.connections import Limits, bounded_protocol
+from fedvitals.dashboard.connections import Limits, server_of
 from fedvitals.errors import ConfigError
 from fedvitals.resources.memory import use_one_heap
 
@@ -119,16 +115,6 @@ def bind(host: str, port: int | None) -> socket.socket:
         else:
             return listener
     raise AssertionError("there is always a last port")
-
-
-def server_of(app: App, limits: Limits) -> uvicorn.Server:
-    """Return a server of the app in which no client can exceed the limits on connections and their duration."""
-    config = uvicorn.Config(
-        app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),
-        proxy_headers=False,  # any process on this machine could claim any other address in them
-        log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on",
-    )  # fmt: skip
-    return uvicorn.Server(config)
 
 
 def serve(

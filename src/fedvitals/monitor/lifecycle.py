@@ -144,7 +144,7 @@ class Lifecycle:
         if self._handler is not None:
             logging.getLogger().removeHandler(self._handler)
         if self._tape is not None:
-            self._tape.close()
+            self._guard("closing the tape", self._tape.close)
         self._context.finish()
         self._emission.emit(self._context.run)
         close: Callable[[], None] = writer.close

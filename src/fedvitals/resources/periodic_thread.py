@@ -23,8 +23,9 @@ class PeriodicThread:
     def start(self) -> None:
         """Start the thread, unless it was started or stopped before."""
         if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._work, args=(self._ticks(),), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=(self._ticks(),), name=self._name, daemon=True)
+            thread.start()  # raises at the system's limit of threads
+            self._thread = thread
 
     def stop(self) -> None:
         """Stop the thread and wait for it, unless this is called on it."""

@@ -77,8 +77,9 @@ class StackAnswers:
     def watch(self) -> None:
         """Check for requests from now on, until no client has been open for a while."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="fedvitals-stacks", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="fedvitals-stacks", daemon=True)
+            thread.start()  # raises at the system's limit of threads
+            self._thread = thread
 
     def _work(self) -> None:
         answered, idle = "", 0.0

@@ -136,8 +136,9 @@ class Tape(Sink):
             tell("warning", "tape.gradients", text)
         elif self._wants_gradients:
             self._place.folder, self._place.budget = str(folder), self.budget
-        self._thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
+        thread.start()  # raises at the system's limit of threads
+        self._thread = thread
 
     @property
     def folder(self) -> Path | None:
