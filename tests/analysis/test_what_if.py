@@ -119,6 +119,12 @@ def test_deadlines_who_is_cut_and_what_is_lost():
     assert (unknown.lost, unknown.lost_of) == (pytest.approx(0.5), "clients")
 
 
+def test_a_single_client_has_no_deadline_and_nobody_to_ask_instead():
+    """The model of `fv.watch` is the only client: whoever waits, waits for it."""
+    alone = run(lambda number: {"model": {"compute": 1.0 + number}})
+    assert not {"deadline", "over_select", "asynchronous", "cohort"} & {name for name, _ in rows_of(alone)}
+
+
 def test_smaller_cohorts_by_order_statistics():
     values = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
     for count in range(1, 6):

@@ -409,6 +409,51 @@ def test_one_long_round_does_not_flatten_the_others(page, gallery):
     assert "6" not in re.findall(r"(\d+).s", words)  # no tick beyond what the others need
 
 
+def test_a_round_that_is_cut_off_keeps_the_proportions_of_its_parts(page, gallery):
+    """The other rounds fill 94 % of the height and have no wait; the round that is cut off waits for 3/4 of it."""
+    page.goto(gallery)
+    heights = page.evaluate(
+        """async () => {
+          const { stackChart } = await import("/static/charts/index.js");
+          const host = document.createElement("div");
+          document.body.prepend(host);
+          const chart = stackChart(host, { title: "round time", unit: "seconds" });
+          const parts = { compute: [10, 1, 1, 1, 1, 1], wait: [30, 0, 0, 0, 0, 0] };
+          const named = Object.entries(parts).map(([name, values]) => ({ name, values }));
+          chart.update({ rounds: [0, 1, 2, 3, 4, 5], parts: named });
+          while (!host.querySelector("path")) await new Promise((go) => setTimeout(go, 20));
+          return [...host.querySelectorAll("path")].map((bars) => bars.getBBox().height);
+        }"""
+    )
+    wait, compute = sorted(heights)[-2:]
+    assert wait / compute == pytest.approx(0.75 * 1.06, rel=0.02)
+
+
+def test_long_names_keep_what_tells_them_apart(page, gallery):
+    """Every name begins with «hospital-of-»: beside a matrix and beside points, the rest is shown."""
+    page.goto(gallery)
+    drawn = page.evaluate(
+        """async () => {
+          const { matrix, scatter } = await import("/static/charts/index.js");
+          const rows = ["berlin", "hamburg", "munich"].map((city) => `hospital-of-${city}-radiology-department-node`);
+          const texts = [], canvas = CanvasRenderingContext2D.prototype, { fillText } = canvas;
+          canvas.fillText = function (text, ...rest) { texts.push(text); return fillText.call(this, text, ...rest); };
+          const host = () => document.body.insertBefore(document.createElement("div"), document.body.firstChild);
+          const [first, second] = [host(), host()];
+          matrix(first, { title: "likeness" }).update({ rows, values: new Float32Array(9) });
+          while (texts.length < 6) await new Promise((go) => setTimeout(go, 20));
+          const points = rows.map((name, at) => ({ name, x: at, y: at, severity: "warning" }));
+          scatter(second, { title: "map" }).update({ points });
+          while (second.querySelectorAll("text").length < 3) await new Promise((go) => setTimeout(go, 20));
+          return [texts, [...second.querySelectorAll("text")].map((one) => one.textContent)];
+        }"""
+    )
+    for texts in drawn:
+        for city in ("ber", "ham", "mun"):
+            assert any(text.startswith(f"…{city}") for text in texts), texts
+        assert not any(text.startswith("hospital") for text in texts)
+
+
 def test_what_is_counted_has_no_halves(page, gallery):
     page.goto(gallery)
     ticks = page.evaluate(

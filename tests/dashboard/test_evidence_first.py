@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader
 from fedvitals.views.overview import overview
 from support.dashboard_server import needs_browser, ready, serve
@@ -51,6 +52,19 @@ def test_a_live_run_does_not_switch_what_is_looked_at(page, tmp_path):
         assert sign.input_value() == "update.norm"
         ready(page, f"{url}/runs/{RUN}", "overview")
         assert sign.input_value() == "update.norm"  # opened anew, it begins with the evidence
+
+
+@pytest.mark.browser
+@needs_browser
+def test_evidence_has_the_unit_of_its_sign(page, tmp_path):
+    times = [Metric(Where(RUN, number, f"c{at}"), 1.0, "time.client", 2.0) for number in range(10) for at in range(6)]
+    path = written(tmp_path / "runs.db", findings=[finding("c2", issue="STRAGGLER")], more=times)
+    with serve(path) as url:
+        ready(page, f"{url}/runs/{RUN}/findings/STRAGGLER~c2~~", "finding")
+        plot = page.locator(".evidence .chart-plot[aria-label^='client time']")
+        plot.wait_for()
+        ticks = plot.locator("svg text").all_text_contents()
+        assert [text for text in ticks if text.endswith("\u202fs")], ticks
 
 
 @pytest.mark.browser

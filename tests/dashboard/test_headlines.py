@@ -2,6 +2,7 @@
 """The first screen says what happened to the model, who caused it and what else is wrong, and draws no NaN as 0."""
 
 import math
+import re
 from base64 import b64decode
 
 import pytest
@@ -16,9 +17,11 @@ from fedvitals.store import open_reader
 from fedvitals.views.card import health_card
 from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import roster
+from fedvitals.views.comparison.runs import compared
 from fedvitals.views.heat import layer_grid
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.round import round_table
+from fedvitals.views.run_figures import figures_of
 from fedvitals.views.series import series
 from fedvitals.views.status import status_of
 from fedvitals.views.verdict import verdict_of
@@ -87,6 +90,19 @@ def test_findings_are_counted_once_and_the_same_everywhere(lost, capsys):
     assert "4 findings (2 consequences), 4 still there" in out
     _, out, _ = run_verb(capsys, "runs", "--store", path)
     assert out.splitlines()[1].split()[-3] == "4"  # before «3.41 s»
+
+
+def test_the_report_and_the_comparison_say_so_too(lost, tmp_path, capsys):
+    """A lost model has a loss of NaN in the report as in `runs`, and the cause comes before what follows from it."""
+    path, run = lost
+    run_verb(capsys, "report", run, "--store", path, "--output", tmp_path / "lost.md")
+    written = (tmp_path / "lost.md").read_text(encoding="utf-8")
+    assert re.search(r"accuracy, loss.{0,20}%, NaN", written, re.DOTALL), written[:2000]
+    assert "last round" in written
+    with open_reader(path) as reader:
+        figures = figures_of(reader, run)
+    issues = [trouble.issue for trouble in compared([[figures], [figures]]).troubles]
+    assert issues == ["NAN_GRADIENT", "NAN_WEIGHTS", "DIVERGENCE", "CRASH"]
 
 
 def test_what_is_not_judged_yet_is_not_over(tmp_path):

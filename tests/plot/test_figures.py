@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
 from fedvitals import plot
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.measurements import stamped
+from fedvitals.plot.style import words
 from fedvitals.plot.svg import for_page, svg_of
 from fedvitals.records import Metric, Run, Where
 from fedvitals.store import open_reader, open_store
@@ -79,7 +80,7 @@ def test_hostile_names_are_only_text(name, store):
         joined = " ".join(said)
         assert r"$\frac{" in joined  # letter for letter: neither parsed nor with our backslash
         assert r"\$" not in joined
-        assert "<script>" in joined
+        assert "<scrip" in joined  # a long name is cut in its middle
 
 
 @pytest.mark.thorough
@@ -252,3 +253,8 @@ def test_axes_are_wide_and_no_line_crosses_empty_rounds(tmp_path):
     early = [text for text in loss.texts if text.get_text() in ("median client", "global model")]
     assert len(early) == 2
     assert all(text.arrow_patch is None for text in early)  # no leader across rounds that have no value
+
+
+def test_a_long_name_keeps_its_end():
+    assert words("hospital-heidelberg-radiology-node-07", 20) == "hospital-h…y-node-07"
+    assert words("18418001853788474769") == "…474769"

@@ -136,7 +136,7 @@ def test_layers_stand_in_the_order_of_the_model(reader):
 def test_phases_fill_the_round_and_a_bucket_shows_its_slowest(reader):
     found = phases(reader, charted.RUN, 100)
     parts = {part.name: part.values for part in found.parts}
-    assert list(parts) == ["download", "compute", "upload", "wait"]
+    assert list(parts) == ["download", "compute", "upload", "unaccounted"]
     assert [sum(parts[name][2] for name in parts)] == pytest.approx([4.0])
     assert found.sent[0] == 6000
     assert found.received[1] == 10_000  # c5 was not there

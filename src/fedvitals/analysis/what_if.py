@@ -115,7 +115,8 @@ def what_if(
     rows = [*_transfers(seen, delays), *_training(seen), *_server(seen)]
     if not is_asynchronous:
         rows += _cohorts(seen)
-        if all(shape.slots is None for shape in seen.shapes):
+        several = any(len(shape.ends) > 1 for shape in seen.shapes)  # a single client is always the last
+        if several and all(shape.slots is None for shape in seen.shapes):
             rows += [*_deadlines(seen), *_over_selections(seen), *_asynchronous(seen)]
     return rows
 

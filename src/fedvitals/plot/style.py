@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedvitals.palette import SERIES_LIGHT, SEVERITY_FILLS
-from fedvitals.views.short_ids import short
+from fedvitals.views.short_ids import differing_parts, short
 
 COLOURS = SERIES_LIGHT[:6]
 INK, HAIRLINE = "#222222", "#767676"  # on a page, INK becomes the text's own colour
@@ -28,7 +28,7 @@ def words(text: object, longest: int = LONGEST_NAME) -> str:
     """Return text from a record for a picture: without control characters or TeX mathematics, and not too long."""
     clean = "".join(c if c.isprintable() else "?" for c in short(str(text)))
     if len(clean) > longest:
-        clean = f"{clean[: longest - 1]}…"
+        (clean,) = differing_parts([clean], longest)
     return clean.replace("$", r"\$")
 
 

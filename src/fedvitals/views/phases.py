@@ -28,7 +28,7 @@ PARTS = {
     "aggregate": "aggregation",
     "server": "server",
 }
-REST = "wait"  # time on the critical path in which nobody worked
+REST = "unaccounted"  # time on the critical path in which nobody is known to have worked, as in `analysis`
 UNTOLD = "not told apart"
 
 

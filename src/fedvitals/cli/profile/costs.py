@@ -10,6 +10,7 @@ from rich.text import Text
 from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
 from fedvitals.cli.bars import RUNS, in_lines, percent, shares_of
 from fedvitals.cli.screen import APART, new_table, number, seconds, shown, shown_node, size, with_unit
+from fedvitals.plural import counted
 from fedvitals.views.machine import ROOM, Memory
 from fedvitals.views.profile import Profile
 
@@ -211,9 +212,8 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
     if not short:
         console.print(f"[bold]Bandwidth[/bold]  enough at every client for rounds of {target}.\n")
         return
-    console.print(
-        f"[bold]Bandwidth for rounds of {target}[/bold]  {len(short)} clients have too little (--target SECONDS)"
-    )
+    lacking = f"{counted(len(short), 'client')} {'has' if len(short) == 1 else 'have'} too little"
+    console.print(f"[bold]Bandwidth for rounds of {target}[/bold]  {lacking} (--target SECONDS)")
     for link in short[:rows]:
         has = "?" if link.now_bits_per_second is None else rate(link.now_bits_per_second)
         late = f", latency {seconds(link.latency_seconds)}" if link.latency_seconds else ""

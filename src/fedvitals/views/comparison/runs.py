@@ -317,7 +317,9 @@ def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
                 counts.setdefault(key, [0] * len(sides))[i] += 1
                 severities[key] = min(severities.get(key, case.severity), case.severity, key=severity_rank)
     troubles = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
-    return tuple(sorted(troubles, key=lambda trouble: (severity_rank(trouble.severity), trouble.issue, trouble.place)))
+    return tuple(
+        sorted(troubles, key=lambda trouble: severity_rank(trouble.severity))
+    )  # causes stay before consequences
 
 
 def _key(case: Case) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
 import { paintOddCell } from "./heatmap_marks.js";
 import { textWidth } from "./pen.js";
+import { differingNames } from "./rownames.js";
 import { extent } from "./scales.js";
 import { colourStrip } from "./strip.js";
 
@@ -112,12 +113,14 @@ function paint(pen, box, state, frame, options) {
   paintGroups(pen, box, state, colours);
   paintMarks(pen, box, state, colours);
   const every = Math.max(1, Math.ceil(LABEL / box.cell));
+  const beside = differingNames(state.rows, () => box.x0 - 10);
+  const below = differingNames(state.columns, () => box.below - 8);
   for (let row = 0; row < state.rows.length; row += every) {
-    pen.text(box.x0 - 6, box.y0 + (row + 0.5) * box.cell + 4, state.rows[row], { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
+    pen.text(box.x0 - 6, box.y0 + (row + 0.5) * box.cell + 4, beside[row], { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
   }
   for (let column = 0; column < state.columns.length; column += every) {
     const x = box.x0 + (column + 0.5) * box.cell + 4;
-    pen.text(x, box.y1 + 6, state.columns[column], { fill: colours.ink2, anchor: "end", turn: -90, room: box.below - 8 });
+    pen.text(x, box.y1 + 6, below[column], { fill: colours.ink2, anchor: "end", turn: -90, room: box.below - 8 });
   }
   if (box.live) colourStrip(frame.dom.extra, state.scale, { unit: options.unit, smallest: state.grid.smallest, largest: state.grid.largest });
 }

@@ -5,14 +5,20 @@ import { h, keyed } from "../dom.js";
 import { theme } from "../colour.js";
 import { fitted, textSize, textWidth } from "./pen.js";
 
-/** Long names without their common first words, as in views/short_ids.py: «…layers.3.weight». */
-function differing(rows) {
-  const long = [...new Set(rows.filter((row) => textWidth(row.name) > row.room).map((row) => row.name))];
-  if (long.length < 2) return rows;
+/** Names without the first words that all those share that are longer than their room: «…layers.3.weight», as in views/short_ids.py. */
+export function differingNames(names, roomOf) {
+  const long = new Set(names.filter((name, at) => textWidth(name) > roomOf(at)));
+  const [first] = long;
+  if (long.size < 2) return names;
   let shared = 0;
-  while (long.every((name) => shared < name.length && name[shared] === long[0][shared])) shared += 1;
-  const words = long[0].slice(0, shared).search(/[^\p{L}\p{N}][\p{L}\p{N}]*$/u) + 1;
-  return words > 1 ? rows.map((row) => (long.includes(row.name) ? { ...row, short: `…${row.name.slice(words)}` } : row)) : rows;
+  while ([...long].every((name) => shared < name.length && name[shared] === first[shared])) shared += 1;
+  const words = first.slice(0, shared).search(/[^\p{L}\p{N}][\p{L}\p{N}]*$/u) + 1;
+  return words > 1 ? names.map((name) => (long.has(name) ? `…${name.slice(words)}` : name)) : names;
+}
+
+function differing(rows) {
+  const short = differingNames(rows.map((row) => row.name), (at) => rows[at].room);
+  return rows.map((row, at) => (short[at] === row.name ? row : { ...row, short: short[at] }));
 }
 
 /** rows: [{name, y, height, href, chosen, room}]; only visible ones are nodes. */

@@ -8,10 +8,12 @@ import { createFrame } from "./frame.js";
 import { legend } from "./labels.js";
 import { shape, textWidth } from "./pen.js";
 import { nearest, picking } from "./picking.js";
+import { differingNames } from "./rownames.js";
 import { extent } from "./scales.js";
 import { severityRow, troubled } from "./tip.js";
 
 const NAMED = 30; // up to this many points are all named
+const ROOM = 110; // pixels of a name
 
 /** Options: {title, height, xLabel, yLabel, onPoint(point)}; data: {points, trail, note, reach: {x: [from, to], y}}. */
 export function scatter(host, options = {}) {
@@ -95,13 +97,14 @@ function paint(pen, box, state, options, frame) {
 
 /** Points with findings first; of the others only those whose name covers no point and no name. */
 function paintNames(pen, box, state, colours) {
+  const short = differingNames(state.points.map((point) => point.name), () => ROOM);
   const taken = state.points.length > NAMED ? [] : state.spots.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
   for (let at = state.points.length - 1; at >= 0; at -= 1) {
-    const point = state.points[at];
+    const point = { ...state.points[at], name: short[at] };
     const ill = severityRank(point.severity) > 0;
     if (!ill && state.points.length > NAMED) break;
     const { x, y } = state.spots[at];
-    const width = Math.min(110, textWidth(point.name));
+    const width = Math.min(ROOM, textWidth(point.name));
     const left = x + width + 12 > box.x1;
     const room = left ? [x - 9 - width, y - 6, x - 9, y + 6] : [x + 9, y - 6, x + 9 + width, y + 6];
     if (!ill && taken.some((other) => other[0] < room[2] && other[2] > room[0] && other[1] < room[3] && other[3] > room[1])) continue;
@@ -112,7 +115,7 @@ function paintNames(pen, box, state, colours) {
 
 function paintName(pen, point, x, y, left, ill, colours) {
   const fill = ill ? readable(severityColour(point.severity), colours) : colours.ink2;
-  const style = { fill, weight: ill ? 600 : 400, anchor: left ? "end" : "start", room: 110, halo: colours.paper };
+  const style = { fill, weight: ill ? 600 : 400, anchor: left ? "end" : "start", room: ROOM, halo: colours.paper };
   pen.text(left ? x - 9 : x + 9, y + 4, point.name, style);
 }
 

@@ -74,7 +74,8 @@ function paint(pen, box, state, options, axis, frame) {
   const shown = chosen(state, box);
   const cut = tall(state, shown);
   const most = shown.reduce((high, at) => (cut.has(at) ? high : Math.max(high, state.totals[at])), 0);
-  const scale = linear(0, most * 1.06 || 1, box.y1, box.y0, Math.max(2, (box.y1 - box.y0) / 34));
+  const top = most * 1.06 || 1;
+  const scale = linear(0, top, box.y1, box.y0, Math.max(2, (box.y1 - box.y0) / 34));
   for (const tick of scale.ticks) {
     const y = scale.of(tick);
     if (tick) pen.line(box.x0, y, box.x1, y, { stroke: colours.line, opacity: 0.7 });
@@ -83,7 +84,8 @@ function paint(pen, box, state, options, axis, frame) {
   const gap = box.step >= 4 ? 1 : 0;
   const width = Math.max(1, box.step - gap);
   pen.clip(box.x0, box.y0 - 2, box.x1 - box.x0, box.y1 - box.y0 + 2, (inner) => {
-    paintBars(inner, box, state, shown, width, scale, colours);
+    const fits = (at) => (cut.has(at) ? top / state.totals[at] : 1); // what is cut off keeps its proportions
+    paintBars(inner, box, state, shown, width, scale, fits, colours);
     for (const at of cut) paintCut(inner, box, box.x(state.rounds[at]), width, withUnit(state.totals[at], options.unit), colours);
   });
   paintRounds(pen, box, axis, box.y1);
@@ -112,12 +114,12 @@ function paintCut(pen, box, x, width, text, colours) {
 }
 
 /** Part by part, from the bottom up: all bars of a part are one stroke. */
-function paintBars(pen, box, state, shown, width, scale, colours) {
+function paintBars(pen, box, state, shown, width, scale, fits, colours) {
   const below = new Float64Array(shown.length);
   for (const part of state.parts) {
     const flat = [];
     shown.forEach((at, place) => {
-      const value = positive(part.values[at]);
+      const value = positive(part.values[at]) * fits(at);
       if (!value) return;
       const [y0, y1] = [scale.of(below[place]), scale.of(below[place] + value)];
       flat.push(box.x(state.rounds[at]) - width / 2, y1, width, Math.max(0.5, y0 - y1));

@@ -3,7 +3,6 @@
 
 import { lineChart } from "../charts/lines.js";
 import { h, keyed } from "../dom.js";
-import { unitName } from "../format.js";
 import { lineOf, remade, shownOf } from "./band.js";
 import { empty } from "./states.js";
 
@@ -33,7 +32,7 @@ export function evidencePlots(axis, onRound) {
         },
         (place, plot) => {
           place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map(sentence).join(" ");
-          place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" && plot.unit !== "share" ? "" : plot.unit, scale: plot.scale }).update({
+          place.chart.with({ title: plot.title, unit: plot.unit ?? "", scale: plot.scale }).update({
             series: plot.lines.map((line, at) => lineOf(line, { name: line.of, index: 1 + at })),
             bands: plot.band ? [{ ...plot.band, name: others(plot) }] : [],
             flags,

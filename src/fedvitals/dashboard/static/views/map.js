@@ -81,7 +81,7 @@ export function view(root, ctx) {
       body.hidden = data.round === null;
       fill(none, data.round === null && nothing("No sketches, hence no map.",
         "The map is drawn from sketches of the clients’ updates: 256 numbers each. They are kept from the preset «standard» on, and leave a client " +
-        "from privacy level 3 on; a server that holds the updates itself makes them at every level.", null, KEEP));
+        "from privacy level 3 on; a server that holds the updates itself makes them at every level. Secure aggregation hides single updates, and leaves none.", null, KEEP));
       if (data.round === null) return;
       slider.max = data.rounds.length - 1;
       slider.value = data.rounds.indexOf(data.round);
