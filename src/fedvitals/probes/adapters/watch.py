@@ -3,8 +3,8 @@
 
 A and B of a client are those of the global model plus the client's update; a factor that does not train is the global
 model's. An adapter is measured over the clients that have it. A client is not measured if its update is not kept or not
-finite, or if its layers are unknown. A round's work is bounded by WORK multiplications: if more are needed, the adapters
-take turns.
+finite, or if its layers are unknown. A round's work is bounded by WORK multiplications: if more are needed, the
+adapters take turns.
 """
 
 from __future__ import annotations
