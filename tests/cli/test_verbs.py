@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, as a person or a script uses it."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -64,6 +65,17 @@ def test_help_names_every_verb_and_loads_no_torch():
     assert "..." not in done.stdout.partition("Commands:")[2], (
         "the summary of a verb is too long for a terminal of 80 columns"
     )
+
+
+@pytest.mark.parametrize("words", ["runs", "show demo", "show demo --json", "query 'SELECT * FROM metrics'"])
+def test_a_reader_that_closes_our_output_is_no_trouble(store, words):
+    """`fedvitals show | head` must not end as if a problem had been found in the run."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "fedvitals.cli", *shlex.split(words), "--store", str(store)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_demo_leaves_a_run_in_the_store(store, capsys):

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
 import itertools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,10 @@ STUDIES = ("faultbank", "reproduce", "bench")  # verbs of the distribution fedvi
 STUDIES_DISTRIBUTION = "fedvitals-studies"
 
 
+class ClosedOutputError(Exception):
+    """The reader of our output, such as `head`, has closed it."""
+
+
 class Verbs(click.Group):
     """Finds a verb's module by its name, so that `--help` starts at once and a verb loads only what it needs.
 
@@ -69,6 +75,15 @@ class Verbs(click.Group):
         if arguments[0] not in VERBS and not context.resilient_parsing:
             load_plugin(arguments[0])
         return super().resolve_command(context, arguments)
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run a verb. Where the reader has closed our output, click and rich would end with 1, which means trouble."""
+        try:
+            return super().invoke(context)
+        except (BrokenPipeError, SystemExit) as error:
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+                raise ClosedOutputError from error
+            raise
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs, then the plug-ins that are left out, with the reason."""
@@ -181,10 +196,10 @@ def main(arguments: list[str] | None = None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output (head, less) has closed it: not an error. Nothing more may be written, not even at
-        # exit.
-        sys.stderr.close()
+    except ClosedOutputError:
+        # Not an error. Nothing more may be written, not even at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
         damage = _damage_behind(sys.argv[1:] if arguments is None else arguments)

@@ -25,6 +25,7 @@ from fedvitals_studies.faultbank.recording import ABSENT, KEPT, Recording
 from fedvitals_studies.faultbank.report import summarise
 from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Planted
+from fedvitals_studies.verbs import faultbank as verbs_faultbank
 from support.conditions import holds_for_each
 from support.paths import ROOT
 
@@ -447,8 +448,9 @@ def accuse_c2(history, round_index):
 """
 
 
-def test_detector_that_a_user_brings_is_judged_beside_ours_and_again_when_it_changes(tmp_path, monkeypatch):
+def test_detector_that_a_user_brings_is_judged_beside_ours_and_again_when_it_changes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "my_accuser.py").write_text(BROUGHT, encoding="utf-8")
     bank = read_bank(in_file(tmp_path, WRITTEN))
     how = How(detectors=("my_accuser:accuse_c2",))
@@ -457,6 +459,8 @@ def test_detector_that_a_user_brings_is_judged_beside_ours_and_again_when_it_cha
     assert rows["my_accuser:accuse_c2"]["recall"].value == 1.0  # c2 is the culprit
     assert rows["my_accuser:accuse_c2"]["alarms"].value > 0  # and is accused in the clean twin, too
     assert "fedvitals" in rows
+    verbs_faultbank._print(taken)
+    assert "my_accuser:accuse_c2 " in capsys.readouterr().out  # not cut: two detectors of a module would look the same
     with pytest.raises(ConfigError, match="There is no detector my_accuser:accuse_c9"):
         take(bank, tmp_path / "out", None, How(detectors=("my_accuser:accuse_c9",)), lambda *_: lambda *_: None)
     plain, brought = (faultbank_examine.sources.__wrapped__(names) for names in ((), how.detectors))
