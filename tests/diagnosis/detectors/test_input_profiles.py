@@ -15,19 +15,20 @@ from fedvitals.store import MemoryStore
 
 PARTITIONS = {
     "dirichlet": {"kind": "dirichlet", "alpha": 0.5},
+    "strongly skewed": {"kind": "dirichlet", "alpha": 0.1},
     "two classes": {"kind": "classes_per_client", "classes": 2},
 }
 TRIGGER = {"nodes": ["c2", "c6"], "share": 0.7, "target": 3, "size": 4}
 
 
 @functools.cache
-def history_of(kind, partition="dirichlet", clients=10, seed=3, **more):
+def history_of(kind, partition="dirichlet", clients=10, seed=3, learning_rate=0.2, momentum=0.0, **more):
     """A federation on the digits whose clients c2 and c6 have a fault of this kind, or none."""
     faults = [] if kind is None else [{"kind": kind, **TRIGGER, **more}]
     experiment = lab.Experiment(
         dataset="digits",
         model={"kind": "mlp", "hidden": [32]},
-        local={"iterations": 10, "optimizer": {"kind": "sgd", "learning_rate": 0.2}},
+        local={"iterations": 10, "optimizer": {"kind": "sgd", "learning_rate": learning_rate, "momentum": momentum}},
         faults=faults,
         clients=clients,
         rounds=12,
@@ -51,6 +52,13 @@ def test_attackers_are_named_by_their_updates_alone(kind):
 
 def test_nobody_is_named_where_nothing_is_trained_in():
     assert examine(history_of(None), detectors=[trained_in_triggers]) == []
+
+
+def test_clients_with_nearly_the_same_few_classes_are_no_accomplices():
+    """c2 and c6 were accused from the sixth round on, as the only pair that is alike."""
+    history = history_of(None, "strongly skewed", clients=16, seed=303, learning_rate=0.1, momentum=0.9)
+    assert history.latest("update.inputs_alike", 5)["c2"] > 0.75
+    assert examine(history, detectors=[trained_in_triggers]) == []
 
 
 def test_clients_with_the_same_two_classes_are_alike_for_that_reason():
