@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """While the whole run has a problem with a cause of its own, clients are not accused of its consequences.
 
-Weights that explode, or clients that all drift apart, make healthy clients look like attackers: their updates point
-anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused.
+Weights that explode or are NaN, or clients that all drift apart, make healthy clients look like attackers: their
+updates point anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from fedvitals.protocols import Node
 from fedvitals.records import Finding
 
-CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS"})
+CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS", "NAN_WEIGHTS"})
 CONSEQUENCES = frozenset(
     {
         *("BYZANTINE", "DUPLICATE_UPDATE", "STALE_UPDATE", "FREE_RIDER", "FROZEN_LAYER"),
@@ -19,6 +19,7 @@ CONSEQUENCES = frozenset(
 )
 """Issues inferred from how a client's training and updates compare with others', rather than from its data."""
 BLAMED_AT_ONCE = 2  # rounds after a cause appeared in which a client may still be accused of having caused it
+BLAMED_FOR_NAN = 1  # the same for a global model with NaN: from the next round on, nobody can train anything else
 STANDS = 2  # rounds without a finding, after which a cause has ended
 
 
@@ -45,6 +46,7 @@ class WholeRunCauses:
     def _stands(self, accused: int, round_index: int) -> bool:
         """Return whether a lasting cause appeared clearly before a client was first accused."""
         return any(
-            accused - first >= BLAMED_AT_ONCE and round_index - newest <= STANDS
-            for first, newest in self._rounds.values()
+            accused - first >= (BLAMED_FOR_NAN if issue == "NAN_WEIGHTS" else BLAMED_AT_ONCE)
+            and round_index - newest <= STANDS
+            for issue, (first, newest) in self._rounds.items()
         )
