@@ -47,6 +47,12 @@ def test_a_client_accused_before_or_with_the_cause_stays_accused():
     assert set(reported(*DRIFT, *early)) == {*DRIFT, *early}
 
 
+def test_nobody_is_accused_of_what_a_global_model_with_nan_does():
+    nan = [(n, "NAN_WEIGHTS", None) for n in range(2, 7)]
+    same_round = (2, "BYZANTINE", "c2")
+    assert set(reported(*nan, same_round, (3, "BYZANTINE", "c1"), (6, "STALE_UPDATE", "c3"))) == {*nan, same_round}
+
+
 def test_a_cause_that_is_over_explains_nothing():
     late = (9, "BYZANTINE", "c1")
     assert late in reported(*DRIFT, late)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """While the whole run has a problem with a cause of its own, clients are not accused of its consequences.
 
-Weights that explode, or clients that all drift apart, make healthy clients look like attackers: their updates point
-anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused. So does one
-whose data or updates prove the accusation, whatever the run has.
+Weights that explode or are NaN, or clients that all drift apart, make healthy clients look like attackers: their
+updates point anywhere. A client that was accused before the cause appeared may be the cause itself, and stays accused.
+So does one whose data or updates prove the accusation, whatever the run has.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ CONSEQUENCES = frozenset(
 """Issues inferred from how a client's training and updates compare with others'."""
 PROVEN = frozenset({"data", "exact"})  # views that compare data or test equalities, which no cause imitates
 OPPOSED = "opposed"  # the relation that is not an equality: two groups of a model that is lost pull against each other
-CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS"})
+CAUSES = frozenset({"CLIENT_DRIFT", "VANISHING_GRADIENT", "EXPLODING_GRADIENT", "BATCH_NORM_STATISTICS", "NAN_WEIGHTS"})
 # Causes that no client can be accused of having caused, with the accusations that they explain from their first round.
 NOT_BY_CLIENTS = {"POOR_INITIALISATION": CONSEQUENCES, "DEAD_UNITS": frozenset({"FROZEN_LAYER"})}
 BLAMED_AT_ONCE = 2  # rounds after another cause began in which a client may still be accused of having caused it
+BLAMED_FOR_NAN = 1  # the same for a global model with NaN: from the next round on, nobody can train anything else
 STANDS = 2  # rounds without a finding, after which a cause has ended
 
 
@@ -56,7 +57,7 @@ class WholeRunCauses:
         first, newest = self._rounds[cause]
         explained, wait = NOT_BY_CLIENTS.get(cause), 0
         if explained is None:
-            explained, wait = CONSEQUENCES, BLAMED_AT_ONCE
+            explained, wait = CONSEQUENCES, BLAMED_FOR_NAN if cause == "NAN_WEIGHTS" else BLAMED_AT_ONCE
         return issue in explained and accused - first >= wait and round_index - newest <= STANDS
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each issue of convergence on the fault that fires it, and silence on its healthy twin."""
 
+import copy
 import math
 
 import pytest
@@ -67,6 +68,29 @@ def test_the_servers_rate_is_read_from_sums(factor):
     assert server_step(history, 1).rate == pytest.approx(1, rel=0.01)
     assert server_step(history, 3).rate == pytest.approx(factor, rel=0.01)
     assert server_step(history, 3).fit > 0.999
+
+
+def test_a_left_out_update_is_no_part_of_the_common_step():
+    """Where a server averages all updates but one with NaN, it takes exactly the step of the others."""
+    torch.manual_seed(0)
+    store, (x, y) = MemoryStore(), blobs(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    with Monitor(None, sinks=[store], machine=False, detectors=()) as monitor:
+        for number in range(3):
+            trained = []
+            with monitor.round(number, model):
+                for i in range(3):
+                    local = copy.deepcopy(model)
+                    with monitor.client(f"c{i}", local, data=(x[i::3], y[i::3]), loss=cross_entropy):
+                        train(local, x[i::3], y[i::3], cross_entropy, torch.optim.SGD(local.parameters(), 0.05))
+                        if i == 0:
+                            torch.nn.init.constant_(local[2].bias, math.nan)
+                    trained.append(local.state_dict())
+                model.load_state_dict(
+                    {name: torch.stack([own[name] for own in trained[1:]]).mean(0) for name in trained[1]}
+                )
+    history = store.history(monitor.run.id)
+    assert server_step(history, 2).rate == pytest.approx(1, rel=0.01)
 
 
 def test_clients_that_continue_each_others_models_have_no_common_step():

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong data are found in the round in which they appear, by whatever engine clients train."""
 
+import copy
+
 import pytest
+import torch
+from torch.nn.functional import mse_loss
 
 import fedvitals as fv
 from fedvitals import lab
@@ -63,3 +67,25 @@ def test_what_changed_is_found_where_only_scalars_may_leave_a_client(engine, iss
     told = findings(engine, fault, privacy=2)
     assert told[0] == (issue, "c3", 2)
     assert {(name, node) for name, node, _ in told} == {(issue, "c3")}
+
+
+def test_targets_without_classes_are_not_said_to_change_in_classes():
+    """Only their checksums are compared, so less is known of how they changed, too."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 1)
+    data = {f"c{i}": (torch.randn(40, 6), torch.randn(40, 1)) for i in range(5)}
+    with fv.Monitor(None, strict=True) as monitor:
+        for number in range(6):
+            if number == 4:
+                data["c3"] = (data["c3"][0], data["c3"][1].flip(0))
+            with monitor.round(number, model):
+                for name, (x, y) in data.items():
+                    local = copy.deepcopy(model)
+                    optimizer = torch.optim.SGD(local.parameters(), 0.01)
+                    with monitor.client(name, local, data=(x, y), loss=mse_loss):
+                        mse_loss(local(x), y).backward()
+                        optimizer.step()
+    (case,) = monitor.findings().cases
+    assert (case.node, case.issue) == ("c3", "LABEL_NOISE")
+    assert "c3 labels the same inputs differently." in case.newest.message
+    assert case.newest.evidence["causes"] == [["label_noise", 0.7], ["label_flip", 0.3]]

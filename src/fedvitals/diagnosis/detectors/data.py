@@ -20,6 +20,7 @@ from fedvitals.records import Finding, Suspect
 CHANGED, DEVIATES = 0.97, 0.93  # probability of a fault: by a change, and by comparison with peers
 FLIP_DEVIATES = 0.85  # the same for a flipped class: 51 of 53 clients of `tune-wide` named this way have one
 NAMED = 0.95  # probability that the kind of fault is the one named
+NAMED_BLINDLY = 0.7  # the same where only checksums show that labels changed: of masks, numbers, or several labels each
 WORSE = 1.15  # times the others' loss, above which a group is badly served
 
 
@@ -92,7 +93,8 @@ def _change_in_words(node: Node, change: DataChange) -> str:
             return (
                 f"the inputs of {node} are noisier ({change.moved:.3g} times their spread before), for the same labels"
             )
-    return f"{node} labels the same inputs differently{_labels_changed(change)}, in several classes"
+    several = "" if math.isnan(change.moved) else ", in several classes"
+    return f"{node} labels the same inputs differently{_labels_changed(change)}{several}"
 
 
 def _labels_changed(change: DataChange) -> str:
@@ -137,7 +139,9 @@ def _causes(suspect: DataSuspect) -> list[list[object]]:
     families = {"label": ("label_noise", "label_flip"), "input": ("input_noise", "input_scale")}
     family = next(kinds for prefix, kinds in families.items() if suspect.kind.startswith(prefix))
     others = [kind for kind in family if kind != suspect.kind]
-    return [[suspect.kind, NAMED], *([kind, round((1 - NAMED) / len(others), 3)] for kind in others)]
+    unknown = suspect.kind == "label_noise" and suspect.change is not None and math.isnan(suspect.change.moved)
+    named = NAMED_BLINDLY if unknown else NAMED
+    return [[suspect.kind, named], *([kind, round((1 - named) / len(others), 3)] for kind in others)]
 
 
 DETECTORS: tuple[Detector, ...] = (wrong_data, group_with_other_inputs)

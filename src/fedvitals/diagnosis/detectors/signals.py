@@ -358,9 +358,11 @@ def server_step(history: History, round_index: int) -> ServerStep | None:
     if not names or names != history.layers("update"):
         return None
     before, after = (_server_sums(history, past_round) for past_round in (round_index - 1, round_index))
-    nodes, changes = history.across("update", ("sum", "count"), round_index)
+    nodes, changes = history.across("update", ("sum", "count", "finite"), round_index)
     trained = set(training_clients(history, round_index))
-    kept = [i for i, node in enumerate(nodes) if node in trained]
+    # A server that survives an update with NaN has left it out.
+    whole = (changes[:, :, 2] == changes[:, :, 1]).all(axis=1)
+    kept = [i for i, node in enumerate(nodes) if node in trained and whole[i]]
     if before is None or after is None or not kept or _start_elsewhere(history, round_index, before):
         return None
     weights = _sample_counts(history, round_index, [nodes[i] for i in kept])
