@@ -54,6 +54,7 @@ OF_THE_SERVER = {
     "a sketch of another size": Sketch(HERE, 1.0, (1.0,) * 10, "feed"),
     "a sketch that is no number": Sketch(HERE, 1.0, (float("nan"),) * 256, "feed"),
     "labels that are words": Event(HERE, 1.0, "info", "labels", "", {"histogram": {WORDS: 3}}),
+    "more classes than have rows": tables(LayerTable("class", tuple(Layer(str(i), (), "float32") for i in range(101)))),
     "layers with negative sizes": tables(LayerTable("parameter", (Layer("w\x1b[31m\n", (-1,), "float32"),))),
 }
 

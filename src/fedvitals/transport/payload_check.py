@@ -13,7 +13,7 @@ from fedvitals.catalog import CATALOG, HOSTS, from_update
 from fedvitals.errors import RecordError
 from fedvitals.measurements import Measurements, Telemetry, run_of
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
-from fedvitals.stats import CLASS_ROWS
+from fedvitals.stats import CLASS_ROWS, MOST_CLASSES
 from fedvitals.time_parts import CLIENT, ROUND_SECONDS, of_the_whole
 from fedvitals.transport.sender import OF_CLIENTS, quoted
 from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, LeftOut, name_of
@@ -109,8 +109,9 @@ def fault_of_table(table: LayerTable) -> tuple[str, str] | None:
     """Return why this cannot be the layer table of a model, preceded by the name of the layer concerned (or "")."""
     if table.rows not in ROW_KINDS:
         return "", f"has rows of the kind {quoted(table.rows)}. Known: {', '.join(ROW_KINDS)}"
-    if len(table.layers) > LAYERS:
-        return "", f"has {len(table.layers)} layers; {LAYERS} are the limit"
+    most = MOST_CLASSES if table.rows == CLASS_ROWS else LAYERS
+    if len(table.layers) > most:
+        return "", f"has {len(table.layers)} layers; {most} are the limit"
     total = 0
     for layer in table.layers:
         if len(layer.shape) > DIMENSIONS:

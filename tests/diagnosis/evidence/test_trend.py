@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from fedvitals.diagnosis.evidence.client_table import ClientTable
 from fedvitals.diagnosis.evidence.log_odds import shipped_model
 from fedvitals.diagnosis.evidence.trend import CAP, REMEMBERED, EvidenceSums, EvidenceTrend
-from fedvitals.records import Metric, Run, Where
+from fedvitals.records import Event, Metric, Run, Where
 from fedvitals.store.in_memory import MemoryStore
 
 
@@ -83,3 +83,24 @@ def test_a_client_that_was_forgotten_is_no_longer_suspected() -> None:
     assert "liar" not in trend.clients
     assert not trend.suspected_kinds
     assert not trend.kind_chances
+
+
+CLAIMS = {
+    "labels": Event(Where("r", 0, "liar"), 0.0, "info", "labels", "", {"histogram": {"0": 5, "1": 5}}),
+    "accuracy in training": Metric(Where("r", 0, "liar"), 0.0, "train.accuracy", 0.5),
+    "accuracy": Metric(Where("r", 0, "liar"), 0.0, "fit.accuracy_before", 0.5),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_targets_are_classes_where_two_clients_say_so(claim: str) -> None:
+    store, trend = MemoryStore(), EvidenceTrend(shipped_model(), 1.0)
+    nodes = ("liar", *(f"c{i}" for i in range(6)))
+    store.write([Run("r", "r"), CLAIMS[claim]])
+    store.write([Metric(Where("r", 0, node), 0.0, "update.norm", 1.0 + i / 100) for i, node in enumerate(nodes)])
+    trend.add_round(store.history("r"), 0)
+    assert not trend._has_classes
+    store.write([replace(CLAIMS[claim], where=Where("r", 1, node)) for node in nodes[:2]])
+    store.write([Metric(Where("r", 1, node), 1.0, "update.norm", 1.0 + i / 100) for i, node in enumerate(nodes)])
+    trend.add_round(store.history("r"), 1)
+    assert trend._has_classes
