@@ -107,7 +107,7 @@ def test_a_small_part_that_was_not_judged_is_said_and_is_no_gap():
     examined = Examined(10, 0, 9, 100, {"few_clients": 6})
     assert examined.sufficient
     assert gaps([], 0, examined=examined) == ()
-    assert str(examined).endswith(f"6 of 100 client-rounds (6 %) were not judged, because {NOT_JUDGED['few_clients']}")
+    assert str(examined).endswith(f"6 of 100 client-rounds (6 %) were not fully judged, because {NOT_JUDGED['few_clients']}")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_share_is_stored_and_the_same_live_stored_and_examined_again(store, 
 def test_secure_aggregation_is_never_healthy(store, capsys):
     path, runs = store
     run, live = runs["secure"]
-    assert f"none of the 24 client-rounds was judged, {MASKED}" in str(live)
+    assert f"none of the 24 client-rounds was fully judged, {MASKED}" in str(live)
     with open_reader(path) as reader:
         told = verdict_of(reader, run)
         assert told.state == "unjudged"

@@ -82,8 +82,9 @@ def test_runs_are_listed_with_their_figures_and_a_run_with_its_verdict(tmp_path)
     html = runs._repr_html_()
     assert "22 runs" in html
     assert "and 2 older runs" in html
+    assert "90 %" in html  # as everywhere, not 0.9
     html = runs["ill"]._repr_html_()
-    for words in ("r1", "4 rounds, 3 clients", "c1 seems to have wrong labels", "border-left"):
+    for words in ("r1", "accuracy 90 %", "4 rounds, 3 clients", "c1 seems to have wrong labels", "border-left"):
         assert words in html
 
 

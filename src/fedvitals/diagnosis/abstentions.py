@@ -141,8 +141,8 @@ class Examined:
     def _part(self, count: int) -> str:
         of = counted(self.client_rounds, "client-round")
         if count == self.client_rounds:
-            return f"none of the {of} was judged"
-        return f"{count} of {of} ({100 * count / self.client_rounds:.2g} %) were not judged"
+            return f"none of the {of} was fully judged"
+        return f"{count} of {of} ({100 * count / self.client_rounds:.2g} %) were not fully judged"
 
     def __str__(self) -> str:
         return f"{self.scope}; {'; '.join(self.gaps) if self.gaps else 'all judged'}" if self.client_rounds else NOTHING

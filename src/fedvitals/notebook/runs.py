@@ -22,6 +22,7 @@ from fedvitals.diagnosis.cases import CASE_TITLES, case_cells
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.notebook.columns import case_columns, layer_columns, metric_columns, node_filter, round_columns
 from fedvitals.notebook.tables import AUTO, Columns, as_table
+from fedvitals.plural import counted
 from fedvitals.records import is_client, natural
 from fedvitals.stats import FAMILIES, STATISTICS, statistics_of
 from fedvitals.store import Target, open_reader, store_target
@@ -33,7 +34,7 @@ from fedvitals.store.schema import LAYER_STATISTICS
 from fedvitals.views.cases import cases_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.status import run_states
-from fedvitals.views.units import number
+from fedvitals.views.units import number, percent
 from fedvitals.views.verdict import verdict_of
 
 MOST_RUNS, MOST_CASES = 20, 8  # shown by a display
@@ -81,7 +82,7 @@ class Runs:
             stored = list(self)
             if not -len(stored) <= run < len(stored):
                 raise ConfigError(
-                    f"There is no run {run}: the store has {_counted(len(stored))}, of which runs[0] is the newest. "
+                    f"There is no run {run}: the store has {counted(len(stored), 'run')}, and runs[0] is the newest. "
                     'Name one by its place, its name or its id, such as runs["demo"].'
                 )
             return stored[run]
@@ -116,13 +117,13 @@ class Runs:
 
     def _summaries(self) -> tuple[list[queries.RunSummary], dict[str, Any]]:
         with open_reader(self._store) as reader:
-            counted = [
+            summaries = [
                 replace(summary, findings=len(cases_of(reader, summary.id))) for summary in queries.list_runs(reader)
             ]
-            return counted, {**run_states(reader)}
+            return summaries, {**run_states(reader)}
 
     def __repr__(self) -> str:
-        return f"<{_counted(len(self))} in {_store_name(self._store)}>"
+        return f"<{counted(len(self), 'run')} in {_store_name(self._store)}>"
 
     def _repr_html_(self) -> str:
         summaries, states = self._summaries()
@@ -134,14 +135,14 @@ class Runs:
                 states[s.id],
                 s.rounds,
                 s.clients,
-                number(s.accuracy),
+                percent(s.accuracy),
                 number(s.loss),
                 s.findings,
             )
             for s in summaries[:MOST_RUNS]
         ]
         more = f"and {len(summaries) - MOST_RUNS} older runs" if len(summaries) > MOST_RUNS else ""
-        head = html.heading(_counted(len(summaries)), _store_name(self._store))
+        head = html.heading(counted(len(summaries), "run"), _store_name(self._store))
         return html.display(head, html.table(titles, rows), html.paragraph(more, quiet=True))
 
 
@@ -268,16 +269,15 @@ class StoredRun:
         return as_table(columns, form)
 
     def __repr__(self) -> str:
-        return f"<run {self.name!r}, {self.id}: {self.summary.rounds} rounds, {self.summary.clients} clients>"
+        return f"<run {self.name!r}, {self.id}: {_size(self.summary)}>"
 
     def _repr_html_(self) -> str:
         with open_reader(self.store) as reader:
             summary, state = queries.summary_of(reader, self.id), run_states(reader)[self.id]
             verdict, cases = verdict_of(reader, self.id), cases_of(reader, self.id)
         began = time.strftime("%d %b %Y %H:%M", time.localtime(summary.started))
-        size = f"{summary.rounds} rounds, {summary.clients} clients"
-        learnt = f"accuracy {number(summary.accuracy)}" if summary.accuracy is not None else ""
-        facts = [fact for fact in (self.id, f"{state}, begun {began}", size, learnt) if fact]
+        learnt = f"accuracy {percent(summary.accuracy)}" if summary.accuracy is not None else ""
+        facts = [fact for fact in (self.id, f"{state}, begun {began}", _size(summary), learnt) if fact]
         more = f"and {len(cases) - MOST_CASES} more: run.findings()" if len(cases) > MOST_CASES else ""
         return html.display(
             html.heading(self.name, *facts),
@@ -295,8 +295,8 @@ def _check(what: str, name: str, known: Iterable[str]) -> None:
         raise ConfigError(unknown(what, name, known))
 
 
-def _counted(runs: int) -> str:
-    return f"{runs} run{'s' * (runs != 1)}"
+def _size(summary: queries.RunSummary) -> str:
+    return f"{counted(summary.rounds, 'round')}, {counted(summary.clients, 'client')}"
 
 
 def _store_name(store: Path | str) -> str:
