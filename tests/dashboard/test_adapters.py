@@ -3,16 +3,18 @@
 
 import pytest
 from starlette.testclient import TestClient
+from torch import nn
 
 from fedvitals import plot
 from fedvitals.dashboard.app import create_app
 from fedvitals.errors import ConfigError
+from fedvitals.lab.adapters import LoraLinear
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.store.read.queries import list_runs
 from fedvitals.views.adapters import adapters_page
-from support.adapter_runs import federate, lora_model
+from support.adapter_runs import federate, lora_model, only_trains
 from support.dashboard_server import judge, needs_browser, ready, serve
 
 HOME = "http://127.0.0.1:8321"
@@ -95,3 +97,21 @@ def test_the_page_is_drawn(store, page):
         assert page.locator("nav.pages a[aria-current]").inner_text() == "adapters"
         assert judge(page) == []
         page.goto("about:blank")
+
+
+def test_of_many_directions_the_first_are_shown_and_said_to_be(tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need the extra plots")
+    layers = [LoraLinear(nn.Linear(20, 200), 17, 2.0), nn.ReLU(), LoraLinear(nn.Linear(200, 16), 4, 2.0)]
+    model = only_trains(nn.Sequential(*layers), "lora_A.weight", "lora_B.weight")
+    nn.init.normal_(model[0].lora_B.weight)  # so that all 17 directions hold energy
+    with Monitor(str(tmp_path / "runs.db"), "wide", strict=True) as monitor:
+        federate(monitor, model, ranks=(17, 17))
+    with open_reader(tmp_path / "runs.db") as reader:
+        run = list_runs(reader)[0].id
+        assert [adapters_page(reader, run, layer).beyond for layer in (None, "0", "2")] == [True, True, False]
+    spectrum = plot.adapters("wide", store=str(tmp_path / "runs.db")).axes[0]
+    assert "energy, first 16 directions" in (
+        spectrum.get_title(loc="left"),
+        *(own.get_text() for own in spectrum.texts),
+    )
+    assert [label.get_text() for label in spectrum.get_yticklabels()] == [f"{k}" for k in range(1, 17, 2)]

@@ -419,6 +419,25 @@ def test_an_adapter_that_nobody_moves_is_named_by_its_layer(tmp_path):
     assert [(finding.where.round, finding.where.layer) for finding in dead] == [(1, "0"), (2, "0")]
 
 
+def test_adapters_that_take_turns_are_found_dead_and_counted_as_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedvitals.probes.adapters.watch.WORK", 27_000.0)  # one of the two adapters in a round
+    sink = MemorySink()
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    federate(monitor, lora_model(), rounds=6, stepped="2.")
+    monitor.flush()
+    dead = [finding for finding in monitor.findings() if finding.issue == "DEAD_ADAPTER"]
+    monitor.close()
+    measured = [np.isfinite(sink.layers("update.adapters", node="server", round=r).matrix[:, 1]) for r in range(6)]
+    assert all(own.sum() == 1 for own in measured)
+    seen = [r for r in range(6) if measured[r][0]]
+    assert {finding.where.layer for finding in dead} == {"0"}
+    assert min(finding.where.round for finding in dead) >= seen[1]
+    assert dead[0].evidence["since"] in seen
+    change = ADAPTER_COLUMNS.index("change")
+    own = sink.layers("update.adapters", node="server", round=1).matrix[:, change]
+    assert metrics_of(sink, "server", 1)["adapter.change"] == pytest.approx(math.sqrt(2) * np.nanmax(own))
+
+
 def test_scales_that_differ_between_clients_are_named(tmp_path):
     monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
     federate(monitor, lora_model(), rounds=1, scales=(2.0, 2.0, 8.0))

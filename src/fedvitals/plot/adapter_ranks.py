@@ -21,12 +21,14 @@ from fedvitals.plot.canvas import (
 from fedvitals.plot.cells import Shades, draw_cells
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, words
+from fedvitals.stats import DIRECTIONS
 from fedvitals.store import Target
 from fedvitals.views.adapters import AdapterCurve, AdaptersPage, adapters_page
 from fedvitals.views.cases import cases_of
 from fedvitals.views.grid import Grid
 
 HEIGHTS = (2.0, 1.4, 1.4, 2.0)  # inches
+NAMED = 12  # rows of a heat map of 2 inches that are all named
 ISSUES = ("RANK_COLLAPSE", "ADAPTER_AGGREGATION_BIAS", "ADAPTER_SCALE_MISMATCH", "DEAD_ADAPTER", "FORGETTING")
 
 
@@ -57,7 +59,8 @@ def adapters(run: Which, layer: str | None = None, round_index: int | None = Non
     figure, grid = sheet(4, heights=HEIGHTS)
     spectrum, ranks, errors, parts = grid[:, 0]
     which = words(layer, 40) if layer else f"mean over {len(page.layers)} adapters"
-    _draw_grid(spectrum, page.spectrum, "energy by direction", f"{which}; bright: all", (0.0, 1.0))
+    directions = f"energy, first {DIRECTIONS} directions" if page.beyond else "energy by direction"
+    _draw_grid(spectrum, page.spectrum, directions, f"{which}; bright: all", (0.0, 1.0))
     _draw_curves(ranks, page.ranks, "rank in use", "directions")
     _draw_curves(errors, (*page.errors, *page.energies), "error of B A, energy in the upper directions", "share")
     for axes in (spectrum, ranks, errors):
@@ -79,7 +82,7 @@ def _rounds(page: AdaptersPage) -> tuple[int, int]:
 
 def _draw_grid(axes: Any, grid: Grid, title: str, note: str, ends: tuple[float, float] | None) -> None:
     low, high = ends or (grid.low or 0.0, grid.high or 1.0)
-    draw_cells(axes, grid, Shades(low, high, signed=ends is None))
+    draw_cells(axes, grid, Shades(low, high, signed=ends is None), NAMED)
     head(axes, title, note)
 
 

@@ -83,8 +83,8 @@ def shades_of(of: Grid, *, log: bool | None = None, signed: bool = False) -> Sha
     return Shades(low, high, signed=signed)
 
 
-def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
-    """Draw the grid on these axes, its first row on top."""
+def draw_cells(axes: Any, of: Grid, shades: Shades, named: int = NAMED) -> None:
+    """Draw the grid on these axes, its first row on top. `named`: the largest number of rows that are all named."""
     values, state = arrays(of)
     colours = shades.of(values)
     colours[state == grid.ABSENT] = (0, 0, 0, 0)
@@ -97,7 +97,7 @@ def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
     rows = len(of.rows)
     axes.imshow(pixels, extent=(first, last, rows, 0), aspect="auto", interpolation="none", zorder=1)
     _marks(axes, of, state)
-    step = -(-rows // NAMED)
+    step = -(-rows // named)
     places = range(0, rows, step)
     axes.set_yticks([place + 0.5 for place in places], [words(of.rows[place], 22) for place in places], usetex=False)
     axes.tick_params(axis="y", length=0, labelsize=SMALL)

@@ -55,6 +55,7 @@ class AdaptersPage:
     round: int | None  # of the contributions
     effective_rank: Grid | None  # layers × rounds
     spectrum: Grid | None  # directions in use × rounds: shares of the energy
+    beyond: bool  # whether adapters have directions behind these, which are not recorded
     contributions: Grid | None  # clients × directions, whose numbers are the columns
     errors: tuple[AdapterCurve, ...]
     ranks: tuple[AdapterCurve, ...]
@@ -84,6 +85,7 @@ def adapters_page(
         shown,
         grid_of(measured, ranks, "effective rank", columns=columns) if measured.rounds else None,
         _spectrum(spectra.matrix[:, place], rounds, used, columns) if rounds else None,
+        used == DIRECTIONS and bool((measured.matrix[:, place, ADAPTER_COLUMNS.index("rank")] > DIRECTIONS).any()),
         None if shown is None else _contributions(reader, run, shown, place, used),
         _curves(reader, run, ERRORS),
         _curves(reader, run, RANKS),

@@ -26,10 +26,12 @@ from fedvitals.views.matrix import rounds_not_finite
 from fedvitals.views.unmeasured import Seldom, absent_metrics, seldom_measured
 
 # What the card shows of a run, in the order of a medical chart: outcome, learning, gradients, weights, machine.
+# The signs of language models and low-rank adapters only exist where there are any.
 VITAL_SIGNS = (
-    "accuracy", "loss", "fit.loss_before", "fit.accuracy_after", "gradient.norm", "gradient.norm_max",
-    "gradient.norm_last", "update.norm", "update.cosine_mean", "weight.drift", "weight.update_ratio", "time.client",
-    "time.round", "memory.resident",
+    "accuracy", "loss", "held_back.loss", "perplexity.before", "perplexity.after", "fit.loss_before",
+    "fit.accuracy_after", "gradient.norm", "gradient.norm_max", "gradient.norm_last", "update.norm",
+    "update.cosine_mean", "adapter.effective_rank", "adapter.product_error", "adapter.energy_kept", "weight.drift",
+    "weight.update_ratio", "throughput.tokens", "time.client", "time.round", "memory.resident",
 )  # fmt: skip
 
 

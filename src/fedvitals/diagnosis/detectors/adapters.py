@@ -6,7 +6,7 @@ Each abstains if what it judges is unknown: if the aggregation is not a weighted
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,6 +21,7 @@ KEPT = 0.5  # of the energy above the smallest rank; a mean over the clients tha
 BIASED, BIASED_ROUNDS = 0.5, 2  # relative error of the aggregated product against the mean of products; rounds in a row
 SAME_SCALE = 0.01  # relative difference of two α/r that are intended to be equal
 DEAD_ROUNDS = 2
+MOST_TURNS = 8  # rounds in which each of many adapters is measured once: with more, nothing is said
 SHOWN = 3  # clients or layers named in one sentence
 
 
@@ -109,23 +110,30 @@ def scale_mismatch(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
-    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change."""
-    rounds = rounds_until(history, round_index, DEAD_ROUNDS)
-    dead: list[set[str]] = []
-    for past_round in rounds:
+    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change.
+
+    Where there are too many to measure in each round, the last rounds in which an adapter was measured count.
+    """
+    rested: dict[str, list[tuple[int, bool]]] = defaultdict(
+        list
+    )  # by adapter, the newest first: round, whether unmoved
+    for past_round in reversed(rounds_until(history, round_index, DEAD_ROUNDS * MOST_TURNS)):
         layers, moved = _server_column(history, "moved", past_round)
-        known = ~np.isnan(moved)
-        if not (moved[known] > 0).any():
-            return  # nothing changes: that is another problem
-        dead.append({name for name, count in zip(layers, moved, strict=True) if count == 0})
-    names = sorted(set.intersection(*dead)) if len(dead) == DEAD_ROUNDS else []
+        for name, count in zip(layers, moved.tolist(), strict=True):
+            if not np.isnan(count):
+                rested[name].append((past_round, count == 0))
+        if all(len(rested[name]) >= DEAD_ROUNDS for name in layers):
+            break
+    newest = {name: own[:DEAD_ROUNDS] for name, own in rested.items() if len(own) >= DEAD_ROUNDS}
+    if any(all(own[turn][1] for own in newest.values()) for turn in range(DEAD_ROUNDS)):
+        return  # nothing changes: that is another problem
+    names = sorted(name for name, own in newest.items() if all(unmoved for _, unmoved in own))
     if names:
+        since = min(newest[name][-1][0] for name in names)
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         text = f"{len(names)} adapters have not moved on any client in {DEAD_ROUNDS} rounds: {shown}."
         number = Number("adapter.unmoved", float(len(names)), 0.0, of="limit")
-        yield finding(
-            "DEAD_ADAPTER", round_index, text, confidence=1.0, since=rounds[0], layer=names[0], numbers=[number]
-        )
+        yield finding("DEAD_ADAPTER", round_index, text, confidence=1.0, since=since, layer=names[0], numbers=[number])
 
 
 def _product_error(history: History, round_index: int) -> float | None:

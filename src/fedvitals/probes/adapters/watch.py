@@ -202,7 +202,8 @@ class AdapterWatch:
             for (_, layout), node, ratio in zip(clients, nodes, ratios, strict=True)
             if ratio is not None and len(self._shared(layout)) < len(pairs)
         }
-        return _results(pairs, signs, nodes, _mean(new.scales.values()), start.inactive, partial)
+        owned = [len(self._shared(layout)) for _, layout in clients]
+        return _results(pairs, signs, nodes, _mean(new.scales.values()), start.inactive, partial, owned)
 
     def _signs(
         self,
@@ -356,11 +357,13 @@ def _results(
     scale: float | None,
     inactive: Collection[str],
     partial: Mapping[str, float],
+    owned: Sequence[int],
 ) -> list[tuple[str, Results]]:
     """Return the round's metrics by node.
 
     signs: of pairs, with the indices of the clients that have them. inactive: pairs that may rest without being dead.
-    partial: clients without some of the pairs, and their α/r over the server's for the pairs that they have.
+    partial: clients without some of the pairs, and their α/r over the server's for the pairs that they have. owned:
+    the number of pairs that each client has.
     """
     place_of = {pair.name: place for place, pair in enumerate(pairs)}
     server, spectra = _empty(len(pairs))
@@ -379,15 +382,20 @@ def _results(
     resting = [pair.name in inactive for pair in pairs] & (server[:, _COLUMN["moved"]] == 0)
     server[resting, _COLUMN["moved"]] = np.nan
     results = [(SERVER, _measured(server, spectra, _whole(server, scale)))]
-    for node, (rows, parts) in zip(nodes, clients, strict=True):
+    for node, (rows, parts), count in zip(nodes, clients, owned, strict=True):
         if np.isnan(rows[:, _COLUMN["rank"]]).all():
             continue  # the turn of its adapters comes in a later round
-        change = math.sqrt(np.nansum(rows[:, _COLUMN["change"]] ** 2))
+        change = _norm_of_all(rows[:, _COLUMN["change"]], count)
         metrics = {"update.adapter_change": change, "update.adapter_rank": np.nanmax(rows[:, _COLUMN["rank"]])}
         if node in partial:
             metrics["update.adapter_scale"] = partial[node]
         results.append((node, _measured(rows, parts, metrics)))
     return results
+
+
+def _norm_of_all(norms: Array, count: int) -> float:
+    """Return the norm of as many changes together; those whose turn it is not are taken to be like the others."""
+    return math.sqrt(float(np.nanmean(norms**2)) * count)
 
 
 def _empty(pairs: int) -> tuple[Array, Array]:
@@ -408,6 +416,6 @@ def _whole(rows: Array, scale: float | None) -> dict[str, float]:
     metrics |= {"adapter.product_error": columns["error"], "adapter.product_error_by_rank": columns["error_by_rank"]}
     measured = {name: float(np.nanmean(v)) for name, v in metrics.items() if not np.isnan(v).all()}
     for name in ("change", "drift"):
-        measured[f"adapter.{name}"] = math.sqrt(np.nansum(columns[name] ** 2))
+        measured[f"adapter.{name}"] = _norm_of_all(columns[name], len(rows))
     measured["adapter.unmoved"] = float((columns["moved"] == 0).sum())
     return measured if scale is None else {**measured, "adapter.scale": scale}

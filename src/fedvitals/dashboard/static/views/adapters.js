@@ -76,7 +76,7 @@ export function view(root, ctx) {
       fill(none, !found.layers.length && empty("No low-rank adapters were measured.", found.trained ?? "They are those of the model in monitor.round(number, model)."));
       if (!found.layers.length) return;
       layer.show([["", [["", ALL], ...found.layers.map((name) => [name, name])]]], found.layer ?? "");
-      charts.spectrum.update({ grid: decodeGrid(found.spectrum), flags: [], note: "shares of the energy of B·A; a round chooses whose parts are shown" });
+      charts.spectrum.update({ grid: decodeGrid(found.spectrum), flags: [], note: `shares of the energy of B·A${found.beyond ? ` in its first ${found.spectrum.rows.length} directions` : ""}; a round chooses whose parts are shown` });
       charts.ranks.update({ grid: decodeGrid(found.effective_rank), flags: [], note: "a cell chooses adapter and round" });
       parts.hidden = !found.contributions;
       if (found.contributions) charts.parts.update({ grid: decodeGrid(found.contributions), flags: [], note: `in round ${found.round}, by singular direction` });
