@@ -107,9 +107,8 @@ def test_a_small_part_that_was_not_judged_is_said_and_is_no_gap():
     examined = Examined(10, 0, 9, 100, {"few_clients": 6})
     assert examined.sufficient
     assert gaps([], 0, examined=examined) == ()
-    assert str(examined).endswith(
-        f"6 of 100 client-rounds (6 %) were not fully judged, because {NOT_JUDGED['few_clients']}"
-    )
+    part = "6 of 100 client-rounds (6 %) were not fully judged"
+    assert str(examined).endswith(f"{part}, because {NOT_JUDGED['few_clients']}")
 
 
 @pytest.mark.parametrize(
