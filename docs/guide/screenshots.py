@@ -64,7 +64,7 @@ def example() -> Iterator[str]:
         store = unpack(Path(folder))
         with open_reader(store) as reader:
             run = find_run(reader, "hospitals")
-        command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", "0", "--store", str(store)]
+        command = [sys.executable, "-m", "fedvitals", "ui", "--no-open", "--port", "0", "--store", str(store)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603 - ourselves
         try:
             url = re.search(r"http://\S+?(?=/login)", process.stdout.readline())[0]  # type: ignore[union-attr,index]

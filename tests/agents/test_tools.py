@@ -102,7 +102,7 @@ async def everything(server) -> dict[str, dict]:
 
 def test_every_tool_answers_over_stdio(store):
     environment = {name: value for name, value in os.environ.items() if name != "FEDVITALS_STORE"}
-    command = ["-m", "fedvitals.cli", "mcp", "--store", str(store)]
+    command = ["-m", "fedvitals", "mcp", "--store", str(store)]
     server = StdioServerParameters(command=sys.executable, args=command, env=environment)
     answers = asyncio.run(everything(server))
     assert answers["evidence"]["training"][0]["client"] == "c7"
@@ -112,7 +112,7 @@ def test_every_tool_answers_over_stdio(store):
 
 @contextlib.contextmanager
 def serving(store: Path):
-    command = [sys.executable, "-m", "fedvitals.cli", "mcp", "--http", "--port", "0", "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", "mcp", "--http", "--port", "0", "--store", str(store)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stderr.readline()
@@ -267,14 +267,14 @@ def test_errors_teach(store, tool, arguments, taught):
 
 
 def test_a_store_that_is_not_there_is_told_before_anything_is_served(tmp_path):
-    command = [sys.executable, "-m", "fedvitals.cli", "mcp", "--store", str(tmp_path / "none.db")]
+    command = [sys.executable, "-m", "fedvitals", "mcp", "--store", str(tmp_path / "none.db")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert result.returncode == 2
     assert "There is no store" in result.stderr
 
 
 def test_an_agent_that_closes_the_pipe_ends_the_server_without_a_traceback(store):
-    command = [sys.executable, "-m", "fedvitals.cli", "mcp", "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", "mcp", "--store", str(store)]
     hello = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
     request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
     reading, writing = os.pipe()

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def asking(store: str | Path, sql: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "fedvitals.cli", "query", sql, "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", "query", sql, "--store", str(store)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process

@@ -27,7 +27,7 @@ def fedvitals(tmp_path):
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(tmp_path / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", "fedvitals.cli", *arguments]
+        command = [sys.executable, "-m", "fedvitals", *arguments]
         environment = {**os.environ, "PYTHONPATH": path}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

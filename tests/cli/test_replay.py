@@ -138,7 +138,7 @@ def test_the_prompt_completes_repeats_teaches_and_is_left_by_ctrl_d(store, tmp_p
     process, terminal = pty.fork()
     if process == 0:
         os.environ |= {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
-        os.execv(sys.executable, [sys.executable, "-m", "fedvitals.cli", "replay", "rewound", "--store", str(store)])
+        os.execv(sys.executable, [sys.executable, "-m", "fedvitals", "replay", "rewound", "--store", str(store)])
     screen = _Screen(terminal)
     assert "host lab, 6 rounds" in screen.until("(replay 0)")
     for typed, expected in (

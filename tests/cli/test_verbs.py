@@ -72,7 +72,7 @@ def test_a_reader_that_closes_our_output_is_no_trouble(store, words):
     """`fedvitals show | head` must not end as if a problem had been found in the run."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "fedvitals.cli", *shlex.split(words), "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", *shlex.split(words), "--store", str(store)]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")

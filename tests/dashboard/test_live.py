@@ -42,7 +42,7 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
         page.goto(url)
         page.get_by_text("No store to read yet").wait_for()
         training = subprocess.Popen(
-            [sys.executable, "-m", "fedvitals.cli", "demo", "--quick", "--no-ui", "--store", str(store)],
+            [sys.executable, "-m", "fedvitals", "demo", "--quick", "--no-ui", "--store", str(store)],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:

@@ -9,7 +9,7 @@ import pytest
 
 
 def soaked(*arguments):
-    command = [sys.executable, "-m", "fedvitals.cli", "bench", "soak", "--json", *arguments]
+    command = [sys.executable, "-m", "fedvitals", "bench", "soak", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {row["what"]: row["value"] for row in json.loads(done.stdout)["result"]["soak"]}
 

@@ -137,7 +137,7 @@ def test_commands_that_serve_show_their_first_page(line, tmp_path):
         monitor.log(accuracy=0.5)
     verb, *arguments = shlex.split(line, comments=True)
     assert verb == "fedvitals"
-    command = [sys.executable, "-m", "fedvitals.cli", *arguments, "--no-open", "--port", "0"]
+    command = [sys.executable, "-m", "fedvitals", *arguments, "--no-open", "--port", "0"]
     environment = {name: text for name, text in os.environ.items() if name != "FEDVITALS_STORE"}
     environment["PYTHONUNBUFFERED"] = "1"
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:

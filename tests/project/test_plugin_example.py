@@ -57,7 +57,7 @@ class Environment:
         return subprocess.run(command, cwd=self.folder, env=settings, capture_output=True, text=True, check=False)
 
     def fedvitals(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.python("-m", "fedvitals.cli", *arguments)
+        return self.python("-m", "fedvitals", *arguments)
 
     def train(self, *detectors: str) -> list[str]:
         done = self.python("-c", TRAINING, "runs.db", *detectors)

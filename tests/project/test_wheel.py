@@ -130,7 +130,7 @@ def test_example_is_shown_without_torch_by_one_line(minimal, tmp_path):
     (packages,) = (minimal / "env" / "lib").glob("python*/site-packages")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONUNBUFFERED"] = "1"
-    command = [minimal / "env/bin/python", "-m", "fedvitals.cli", "ui", "--demo", "--no-open", "--port", "0"]
+    command = [minimal / "env/bin/python", "-m", "fedvitals", "ui", "--demo", "--no-open", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             address = re.search(r"http://[^/]+", process.stdout.readline())[0]

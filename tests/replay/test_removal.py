@@ -77,7 +77,7 @@ def test_a_run_that_is_being_written_keeps_its_tape(store):
     with fv.Monitor(store, "live", tape=fv.Tape(), strict=True, machine=False) as monitor:
         train(monitor)
         assert monitor.flush()
-        command = [sys.executable, "-m", "fedvitals.cli", "runs", "delete", monitor.run.id, "--yes", "--store", store]
+        command = [sys.executable, "-m", "fedvitals", "runs", "delete", monitor.run.id, "--yes", "--store", store]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
         assert "writ" in refused.stderr

@@ -59,7 +59,7 @@ def serving(
     store: str | Path, *arguments: str, port: int = 0, opened: bool = False
 ) -> Iterator[tuple[Url, subprocess.Popen[str]]]:
     """The same, with the process, for tests that end it. `opened`: in the browser that $BROWSER names."""
-    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--port", str(port), "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", "ui", "--port", str(port), "--store", str(store)]
     process = subprocess.Popen(
         [*command, *([] if opened else ["--no-open"]), *arguments],
         stdout=subprocess.PIPE,

@@ -252,7 +252,7 @@ def test_env_prints_what_a_shell_and_a_service_can_read(capsys, monkeypatch, tmp
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", ["superlink", "supernode"])
 def test_flowers_servers_are_started_with_their_own_arguments(program):
-    out, _ = python("-m", "fedvitals.cli", "flower", program, "--privacy", "1", "--version")
+    out, _ = python("-m", "fedvitals", "flower", program, "--privacy", "1", "--version")
     assert re.search(r"Flower version: \d+\.\d+", out)
 
 
@@ -346,7 +346,7 @@ def test_flower_run_watches_a_simulation_and_changes_no_bit_of_it(flwr, app, tmp
         its = flwr.settings | {flower.PORT: str(port)}
         subprocess.run(words, env=its, cwd=tmp_path / "cwd", capture_output=True, timeout=240, check=True)
     store = tmp_path / "runs.db"
-    run = flwr(sys.executable, "-m", "fedvitals.cli", "flower", "run", app, "--store", store, "-c", f"out='{ours}'")
+    run = flwr(sys.executable, "-m", "fedvitals", "flower", "run", app, "--store", store, "-c", f"out='{ours}'")
     out, _ = run.communicate(timeout=240)
     assert run.returncode == 0, out[-3000:]
     before, after = np.load(plain), np.load(ours)
@@ -366,7 +366,7 @@ def test_flower_run_that_is_ended_takes_everything_along(flwr, app, tmp_path):
     """The simulation would go on without its SuperLink; what was measured until then is kept."""
     store = tmp_path / "runs.db"
     words = ["flower", "run", app, "--store", store, "--run", "cut short", "-c", "num-server-rounds=5000"]
-    run = flwr(sys.executable, "-m", "fedvitals.cli", *words)
+    run = flwr(sys.executable, "-m", "fedvitals", *words)
     seen = ""
     for line in run.stdout:
         seen += line

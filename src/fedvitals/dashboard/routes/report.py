@@ -57,7 +57,7 @@ def _written(ids: list[str], kind: str, name: str, target: str | Path) -> Respon
     with tempfile.TemporaryDirectory(prefix="fedvitals-report-") as folder:
         file = Path(folder) / f"report.{kind}"
         # -P: modules only come from the installation, never from the folder of a stranger's store.
-        command = [sys.executable, "-P", "-m", "fedvitals.cli", "report", "-o", str(file), "--", *ids]
+        command = [sys.executable, "-P", "-m", "fedvitals", "report", "-o", str(file), "--", *ids]
         # Not an argument: an address may contain a password, and all users of a machine can see arguments.
         store = target if isinstance(target, str) else str(Path(target).resolve())
         environment = {**os.environ, "FEDVITALS_STORE": store}

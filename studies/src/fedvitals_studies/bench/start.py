@@ -20,7 +20,7 @@ def bench_start(*, quick: bool = False) -> list[dict[str, Any]]:
     commands = {
         "python -c pass": [sys.executable, "-c", "pass"],
         "import fedvitals": [sys.executable, "-c", "import fedvitals"],
-        "fedvitals --help": [sys.executable, "-m", "fedvitals.cli", "--help"],
+        "fedvitals --help": [sys.executable, "-m", "fedvitals", "--help"],
     }
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):

@@ -91,7 +91,7 @@ def run(tmp_path_factory):
 
 def fedvitals(folder: Path, *words: object, typed: str = "") -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fedvitals.cli", *map(str, words)],
+        [sys.executable, "-m", "fedvitals", *map(str, words)],
         input=typed, capture_output=True, text=True, timeout=SLOW, check=False, cwd=folder, env={**os.environ, **QUIET},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

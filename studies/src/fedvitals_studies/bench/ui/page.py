@@ -58,7 +58,7 @@ def browser_path() -> str | None:
 @contextlib.contextmanager
 def serving(store: Path) -> Iterator[tuple[str, int]]:
     """Yield the address and the process id of a dashboard over this store, freshly started with empty caches."""
-    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", "0", "--store", str(store)]
+    command = [sys.executable, "-m", "fedvitals", "ui", "--no-open", "--port", "0", "--store", str(store)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})  # noqa: S603
     try:
         line = process.stdout.readline() if process.stdout else ""

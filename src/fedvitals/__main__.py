@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fedvitals.cli`, for environments where the script is not on the path."""
+"""`python -m fedvitals`, for environments where the script is not on the path."""
 
 from fedvitals.cli.main import main
 
