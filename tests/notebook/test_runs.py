@@ -71,9 +71,7 @@ def test_a_store_is_found_as_everywhere(store, tmp_path, monkeypatch):
 def test_a_store_without_runs_says_what_to_do(tmp_path):
     path = stored(tmp_path / "runs.db", course("r1"))
     runs = fv.open(path)
-    subprocess.run(
-        [sys.executable, "-m", "fedvitals", "runs", "delete", "r1", "--yes", "--store", path], check=True
-    )
+    subprocess.run([sys.executable, "-m", "fedvitals", "runs", "delete", "r1", "--yes", "--store", path], check=True)
     assert [*runs] == []
     with pytest.raises(ConfigError, match="no runs yet"):
         _ = runs.newest
