@@ -333,7 +333,7 @@ def test_nobody_there_is_an_empty_round():
 def test_what_never_ends_needs_a_deadline():
     for_ever = [trip("c0", compute=math.inf), trip("c1", compute=1)]
     assert time_synchronous_round(for_ever, deadline=5).late == ("c0",)
-    with pytest.raises(ConfigError, match="c0 takes for ever"):
+    with pytest.raises(ConfigError, match="c0 never finishes"):
         time_synchronous_round(for_ever)
 
 

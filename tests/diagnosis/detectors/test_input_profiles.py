@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.input_profiles import trained_in_triggers
+from fedvitals.diagnosis.detectors.input_profiles import STREAK, _outstanding, trained_in_triggers
 from fedvitals.diagnosis.examine import examine
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.store import MemoryStore
@@ -58,6 +58,14 @@ def test_clients_with_nearly_the_same_few_classes_are_no_accomplices():
     """c2 and c6 were accused from the sixth round on, as the only pair that is alike."""
     history = history_of(None, "strongly skewed", clients=16, seed=303, learning_rate=0.1, momentum=0.9)
     assert history.latest("update.inputs_alike", 5)["c2"] > 0.75
+    assert examine(history, detectors=[trained_in_triggers]) == []
+
+
+@pytest.mark.parametrize(("clients", "seed", "pair"), [(10, 25, {"c1", "c2"}), (8, 50, {"c1", "c7"})])
+def test_clients_that_are_alike_without_a_common_class_are_no_accomplices(clients, seed, pair):
+    history = history_of(None, clients=clients, seed=seed)
+    outstanding = [{*_outstanding(history, r)} for r in history.rounds()]
+    assert sum(nodes == pair for nodes in outstanding) >= STREAK  # alike enough, and nobody else is
     assert examine(history, detectors=[trained_in_triggers]) == []
 
 

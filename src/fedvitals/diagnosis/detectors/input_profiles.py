@@ -10,6 +10,7 @@ differ, and nobody is named.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -62,6 +63,7 @@ FEWEST = 4  # clients: fewer have no majority to compare with
 STREAK = 4  # consecutive participations in which a client stands out
 FIRST = 6  # participation in which a client is first judged
 ONE_CLASS = 0.4  # of a client's samples
+EQUAL = 0.9  # likeness of accomplices that do not report one class; of healthy clients in small federations up to 0.86
 CONFIDENCE = 0.9
 
 
@@ -69,24 +71,26 @@ def trained_in_triggers(history: History, round_index: int) -> Iterator[Finding]
     """BYZANTINE: a client's updates move few inputs far more than the others', or the same ones as an accomplice's.
 
     Clients named by another rule are left out, and so are groups whose members continue each other's models. Clients
-    that describe inputs of their own are alike for that reason, unless most of their samples are of one common class.
+    that are alike need reports of one common class, the trigger's target, or profiles that are nearly equal; those that
+    describe inputs of their own are alike for that reason, and always need the common class.
     """
     outstanding = _outstanding(history, round_index)
     if not outstanding or groups_of(history, round_index) or transformation(history, round_index) is not None:
         return
     named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
     trend, data = LOCATOR.trend_up_to(history, round_index), examine_data(history, round_index)
-    one_class = _teach_one_class(history, round_index, [node for node in outstanding if node in data.group])
+    alike = [node for node, sign in outstanding.items() if sign.name == ALIKE]
+    same_class = _teaching_same_class(history, round_index, alike)
     for node, sign in outstanding.items():
         since = _since(history, round_index, node)
         if since is None or node in named or node in data.suspects:
             continue
-        if node in data.group and sign.name == ALIKE and not one_class:
+        values = history.latest(sign.name, round_index)
+        value, others = values[node], max(v for other, v in values.items() if other not in outstanding)
+        if sign.name == ALIKE and node not in same_class and (node in data.group or value < EQUAL):
             continue
         if node not in data.group and trend.is_explained(node):
             continue
-        values = history.latest(sign.name, round_index)
-        value, others = values[node], max(v for other, v in values.items() if other not in outstanding)
         words = sign.text.format(value=value, times=math.exp(value))
         yield finding(
             "BYZANTINE",
@@ -113,12 +117,15 @@ def _since(history: History, round_index: int, node: Node) -> int | None:
     return since if len(own) >= FIRST else None
 
 
-def _teach_one_class(history: History, round_index: int, nodes: Collection[Node]) -> bool:
-    """Return whether these clients report the same label for a large part of their samples."""
-    histograms = [own for node, own in label_counts(history, round_index).histograms.items() if node in nodes and own]
-    largest = {max(own, key=lambda label: own[label]) for own in histograms}
-    parts = [max(own.values()) / sum(own.values()) for own in histograms if sum(own.values())]
-    return len(parts) == len(nodes) and len(largest) == 1 and min(parts) >= ONE_CLASS
+def _teaching_same_class(history: History, round_index: int, nodes: Collection[Node]) -> set[Node]:
+    """Return those of these clients that report the same label as another for a large part of their samples."""
+    by_label: dict[str, set[Node]] = defaultdict(set)
+    for node, own in label_counts(history, round_index).histograms.items():
+        if node in nodes and own:
+            label = max(own, key=lambda label: own[label])
+            if own[label] >= ONE_CLASS * sum(own.values()) > 0:
+                by_label[label].add(node)
+    return {node for same in by_label.values() if len(same) > 1 for node in same}
 
 
 @shared
