@@ -27,11 +27,14 @@ RESCALED = 0.02  # relative difference up to which new inputs are the old ones t
 SAME_MEANS = 0.6, 1.6  # times the old class means: within this range they stayed, as they do under noise
 NOISIER, LESS_NOISY = 1.15, 1.05  # times the variance within classes, and the standard deviation of all inputs
 FACTOR = 2.0  # or its inverse; beyond it, another scale is a fault
+ROUNDED_OFF = 1e-6  # of a feature's mean: a spread below it is that of one value
+ROUNDED_MEAN = 1e-3  # of a mean of 4 digits
+OFFSET = 3.0  # of the spread within classes, by which a feature moves that is in another unit
 LONGEST = 1e45  # of a mean of inputs, which are at most 3e38; spreads and covariances are at most its square
 MOST_SAMPLES = 1 << 40
 LEAST_EIGENVALUE = -0.05  # of a correlation matrix of 32 rows whose numbers have 3 digits
 ROUNDED = 1.02  # times a sum of rounded numbers
-KINDS = ("label_noise", "label_flip", "input_scale", "input_noise", "inputs")  # of changes
+KINDS = ("label_noise", "label_flip", "input_scale", "input_noise", "input_constant", "inputs")  # of changes
 UNCHANGED = "none"
 
 
@@ -43,6 +46,7 @@ class DataChange:
     since: int
     moved: float  # least share of the labels that changed; for inputs, the factor by which their spread grew
     pair: tuple[int, int] | None = None  # of a flip: the class before, and the label now
+    features: tuple[int, ...] = ()  # of a table: those that changed, if the others did not
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +69,8 @@ class DataSketch:
     change: DataChange | None = None  # found by the client itself, if it may not send more
     lost: int = 0  # classes of which the client reports to have lost all samples, and no others
     compared: bool = False  # whether the client had earlier data to compare these with
+    by_feature: bool = False  # whether its dimensions are the features of a table
+    quartiles: Array = field(default_factory=lambda: np.zeros((3, 0)))  # [3, features] of such a table
 
     @property
     def spread(self) -> float:
@@ -113,8 +119,11 @@ def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     classes = tuple(int(label) for label in data["classes"])
     counts, spreads = (np.array(data[name], dtype=np.float64).reshape(len(classes)) for name in ("counts", "spreads"))
     means = np.array(data["means"], dtype=np.float64).reshape(len(classes), dimensions)
+    by_feature = not data.get("tokens") and dimensions == int(data.get("features", 0)) <= LINEAR
     sketch = DataSketch(
-        *known, bool(data["labelled"]), classes, counts, means, spreads, covariance, max(1, int(data["freedom"]))
+        *(*known, bool(data["labelled"]), classes, counts, means, spreads, covariance, max(1, int(data["freedom"]))),
+        by_feature=by_feature,
+        quartiles=np.array(data.get("quartiles", np.zeros((3, 0))), dtype=np.float64).reshape(3, -1),
     )
     _check_possible(sketch)
     return sketch
@@ -125,7 +134,12 @@ def _check_possible(sketch: DataSketch) -> None:
     would distort what all clients are compared with.
     """
     counts, spreads, covariance = sketch.counts, sketch.spreads, sketch.covariance
-    bounds = ((sketch.means, LONGEST), (covariance, LONGEST**2), (spreads, LONGEST**2), (counts, MOST_SAMPLES))
+    bounds = (
+        *((sketch.means, LONGEST), (covariance, LONGEST**2), (spreads, LONGEST**2), (counts, MOST_SAMPLES)),
+        (sketch.quartiles, LONGEST),
+    )
+    if sketch.quartiles.shape[1] not in (0, sketch.means.shape[1]) or (np.diff(sketch.quartiles, axis=0) < 0).any():
+        raise ValueError("Quartiles are those of all features, and in order.")
     if not all((np.abs(numbers) <= most).all() for numbers, most in bounds) or not (spreads >= 0).all():
         raise ValueError("A sketch holds finite numbers, and inputs have no such size.")
     if len({*sketch.classes}) < len(sketch.classes) or any(abs(label) >= 1 << 63 for label in sketch.classes):
@@ -250,6 +264,10 @@ def _changed_inputs(before: DataSketch, now: DataSketch) -> DataChange | None:
     ratio = now.spread / before.spread if before.spread > 0 else float("nan")
     if before.classes != now.classes or before.means.shape != now.means.shape or not before.means.size:
         return None
+    if before.by_feature and now.by_feature:
+        changed = _changed_features(before, now)
+        if changed is not None:
+            return changed
     old, new = (own.means[:, :LINEAR] * np.sqrt(own.counts)[:, None] for own in (before, now))
     factor = float((old * new).sum() / max((old**2).sum(), 1e-30))
     size = max(float(np.linalg.norm(new)), 1e-30)
@@ -260,3 +278,34 @@ def _changed_inputs(before: DataSketch, now: DataSketch) -> DataChange | None:
     if wider > NOISIER and ratio > LESS_NOISY and SAME_MEANS[0] < factor < SAME_MEANS[1]:
         return DataChange("input_noise", now.round, ratio)
     return DataChange("inputs", now.round, ratio)
+
+
+def _changed_features(before: DataSketch, now: DataSketch) -> DataChange | None:
+    """Return what changed in some features of a table while the others stayed the same; None if all changed, or none.
+
+    In another unit, a feature is multiplied by a number, and perhaps moved by one, in all classes alike. Noise leaves
+    the means of its classes where they were.
+    """
+    old, new = (np.sqrt(np.maximum(np.diagonal(own.covariance), 0.0)) for own in (before, now))  # spreads
+    sizes = np.maximum(np.abs(before.means).max(axis=0), np.abs(now.means).max(axis=0))
+    varied, varies = old > ROUNDED_OFF * sizes, new > ROUNDED_OFF * sizes
+    factors = np.divide(new, old, out=np.where(varies, np.inf, 1.0), where=varied)
+    moves = np.abs(now.means - before.means).max(axis=0)
+    changed = (np.abs(factors - 1) > RESCALED) | (moves > RESCALED * old + ROUNDED_MEAN * sizes)
+    if not changed.any() or changed[varied | varies].all():
+        return None
+    features = tuple(np.flatnonzero(changed).tolist())
+    if (changed & varied & ~varies).any():
+        return DataChange("input_constant", now.round, 0.0, features=features)
+    if not np.isfinite(factors[changed]).all():
+        return DataChange("inputs", now.round, math.nan, features=features)
+    most = float(max(factors[changed], key=lambda factor: abs(math.log(factor))))
+    centred = [own.means - np.average(own.means, axis=0, weights=own.counts) for own in (before, now)]
+    left = np.abs(centred[1] - factors * centred[0]).max(axis=0)
+    kind = "inputs"
+    if (left <= RESCALED * (new + sizes))[changed].all():
+        far = (factors > FACTOR) | (factors < 1 / FACTOR) | (moves > OFFSET * np.maximum(old, new))
+        kind = "input_scale" if far[changed].any() else kind
+    elif (moves <= CLEAR * new / math.sqrt(max(float(now.counts.min()), 1.0)))[changed].all() and most**2 > NOISIER:
+        kind = "input_noise"
+    return DataChange(kind, now.round, most, features=features)

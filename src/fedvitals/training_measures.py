@@ -164,6 +164,22 @@ def _data_measures() -> tuple[Measure, ...]:
         Measure("data.max", "1", "Largest input.", level=3, needs=numbers),
         Measure("data.missing", "share", "Inputs that are NaN or infinite.", needs=numbers),
         Measure("data.constant", "share", "Features with the same value in every sample.", needs=numbers),
+        Measure(
+            "data.out_of_range",
+            "share",
+            "Inputs far outside the usual range of their feature.",
+            "share with x > q₃ + 10 (q₃ − q₁) or x < q₁ − 10 (q₃ − q₁), q the quartiles of the feature",
+            needs=f"{numbers}: a table of at most 64 features and at least 32 samples",
+            rare=True,
+        ),
+        Measure(
+            "data.within_classes",
+            "share",
+            "Variance of the inputs that lies within classes: 1 if labels say nothing about the inputs.",
+            "(tr W / (n − K)) / (tr T / (n − 1)), after a random projection; of images: of their patches",
+            needs=f"{needs}; at least two classes of 4 samples",
+            rare=True,
+        ),
         Measure("data.duplicates", "share", "Samples that equal an earlier one.", needs=needs),
         Measure("data.length", "tokens", "Tokens of a sample other than 0, on average.", needs=f"{needs}; tokens"),
     )

@@ -88,7 +88,8 @@ def test_tokens_are_counted_and_not_taken_for_numbers():
     x[:, 6:] = 0
     description = describe(x, torch.arange(40) % 2, 40)
     assert description.event["tokens"]
-    assert description.metrics == {"data.length": 6.0, "data.duplicates": 0.0}
+    assert {*description.metrics} == {"data.length", "data.duplicates", "data.within_classes"}
+    assert (description.metrics["data.length"], description.metrics["data.duplicates"]) == (6.0, 0.0)
 
 
 def test_too_few_samples_are_not_described():
@@ -106,5 +107,41 @@ def test_what_may_leave_depends_on_the_privacy_level():
                 pass
         told[level] = {key for event in sink.events("data") for key in event.data}
     assert not told[1]
-    assert told[2] == {"samples", "features", "looks", "mean", "std", "std_error", "missing", "constant", "duplicates"}
+    scalars = {"mean", "std", "std_error", "missing", "constant", "duplicates", "within_classes"}
+    assert told[2] == {"samples", "features", "looks", *scalars}
     assert {"means", "covariance", "inputs", "labels", "min", "max"} <= told[3]
+
+
+def test_columns_of_a_table_have_quartiles_and_numbers_out_of_range():
+    x, y = samples(200, (6,))
+    x[:10, 2], x[0, 3] = -999.0, torch.nan
+    x[:, 4] = 1.0  # has no width, so nothing is out of its range
+    description = describe(x, y, 200)
+    assert description.metrics["data.out_of_range"] == pytest.approx(10 / x.numel())
+    wanted = np.quantile(torch.nan_to_num(x).numpy(), [0.25, 0.5, 0.75], axis=0)
+    np.testing.assert_allclose(description.event["quartiles"], wanted, rtol=2e-3, atol=1e-4)
+    assert "quartiles" not in describe(x[:20], y[:20], 20).event  # they would be those of single samples
+    images = describe(*samples(200, (1, 2, 3)), 200)
+    assert "data.out_of_range" not in images.metrics
+
+
+def test_quartiles_leave_a_client_with_the_means_only():
+    told = {}
+    for level in (2, 3):
+        sink = MemorySink()
+        own = {"data": samples(200, (6,)), "loss": torch.nn.CrossEntropyLoss()}
+        monitor = fv.Monitor(None, sinks=[sink], privacy=level, strict=True)
+        with monitor, monitor.round(0), monitor.client("c0", torch.nn.Linear(6, 4), **own):
+            pass
+        told[level] = {key for event in sink.events("data") for key in event.data}
+    assert {"quartiles", "out_of_range"} <= told[3]
+    assert "out_of_range" in told[2]
+    assert "quartiles" not in told[2]
+
+
+@pytest.mark.parametrize(("apart", "share"), [(0.0, 1.0), (1.0, 0.5), (3.0, 0.1)])
+def test_the_spread_within_classes_is_a_share_of_all(apart, share):
+    y = torch.arange(2000) % 2
+    x = torch.randn(2000, 5, generator=STREAM) + apart * (2 * y - 1)[:, None]
+    assert describe(x, y, 2000).metrics["data.within_classes"] == pytest.approx(share, abs=0.03)
+    assert "data.within_classes" not in describe(x, torch.zeros(2000).long(), 2000).metrics

@@ -65,6 +65,7 @@ CLAIM = {
         "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
         "local.absolute_error", "attack.success",
         "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",
+        "data.out_of_range", "data.within_classes",
         "data.std", "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
         "optimizer.learning_rate", "optimizer.momentum", "optimizer.weight_decay", "train.accuracy", "train.confusion",
         "train.loss_first", "train.loss_last", "train.residual_kurtosis", "train.residual_mean",

@@ -30,6 +30,9 @@ EVENT = "data"  # the event that carries the description
 DIMENSIONS = 16  # of a projection, and as many for the patches of an image
 FILTERS, PATCH, STRIDE, GRID = 16, 5, 2, 3  # of these patches; pixels; fields along each side of an image
 SMALLEST_IMAGE = 2 * GRID + PATCH - 1  # pixels along each side; below 16, patches are taken at every pixel
+MOST_COLUMNS = 64  # of a table, whose columns have quartiles of their own; of an image's pixels these say little
+FEWEST_ROWS = 32  # samples, from which quartiles are told
+OUT_OF_RANGE = 10.0  # times the distance between a column's quartiles, beyond these
 FEWEST_OF_CLASS = 4  # samples; a mean of fewer would reveal single samples
 MOST_CLASSES = 64  # the most frequent ones
 TOKENS = 4096  # random vectors for tokens, whose ids are taken modulo this
@@ -67,9 +70,17 @@ def describe(x: samples.Inputs, y: Tensor | None, total: int) -> DataDescription
     scalars = {name.removeprefix("data."): value for name, value in metrics.items()}
     if not tokens:
         scalars["std_error"] = _spread_error(flat)
+    quartiles = _quartiles(flat) if not tokens and inputs.dim() == 2 else None
+    if quartiles is not None:
+        metrics["data.out_of_range"] = scalars["out_of_range"] = _out_of_range(flat, quartiles)
     about = {"samples": total, "features": int(flat.shape[1]), "tokens": tokens, "labelled": labelled, **scalars}
     checks = {"inputs": checksum(flat), "labels": 0 if y is None else checksum(y)}
-    return DataDescription(metrics, about | checks | _sketch(projected, classes))
+    own = _sketch(projected, classes)
+    if len(own["classes"]) > 1:
+        metrics["data.within_classes"] = own["within_classes"]
+    if quartiles is not None and projected.shape[1] == flat.shape[1]:
+        own["quartiles"] = [_rounded(row) for row in quartiles.double().cpu().numpy()]
+    return DataDescription(metrics, about | checks | own)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -150,6 +161,22 @@ def _number_metrics(flat: Tensor) -> dict[str, float]:
     return dict(zip(names, values, strict=True)) | {"data.missing": missing, "data.duplicates": _duplicates(flat)}
 
 
+def _quartiles(flat: Tensor) -> Tensor | None:
+    """Return the quartiles and the median of each column of a table, [3, columns]; None of other inputs."""
+    if len(flat) < FEWEST_ROWS or flat.shape[1] > MOST_COLUMNS:
+        return None
+    numbers = torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.quantile(numbers, torch.tensor([0.25, 0.5, 0.75], device=flat.device), dim=0)
+
+
+def _out_of_range(flat: Tensor, quartiles: Tensor) -> float:
+    """Return the share of numbers far outside the quartiles of their columns; those without a width do not count."""
+    low, _, high = quartiles
+    width = high - low
+    beyond = ((flat - high > OUT_OF_RANGE * width) | (low - flat > OUT_OF_RANGE * width)) & (width > 0)
+    return float(beyond.double().mean())
+
+
 def _variance(numbers: Tensor, axis: int) -> Tensor:
     """Return the variance along an axis, in two passes, because torch's own takes ten times as long on a CPU."""
     return (numbers - numbers.mean(axis, keepdim=True)).square_().mean(axis)
@@ -185,7 +212,9 @@ def _sketch(projected: Array, classes: npt.NDArray[np.int64]) -> dict[str, Any]:
     freedom = max(1, len(projected) - len(names))
     covariance = residuals.T @ residuals / freedom
     # The last directions: for images those of their patches, which do not depend on the unit of the inputs.
-    spreads = np.bincount(places, (residuals[:, -DIMENSIONS:] ** 2).sum(axis=1), len(names)) / np.maximum(counts - 1, 1)
+    squares = (residuals[:, -DIMENSIONS:] ** 2).sum(axis=1)
+    spreads = np.bincount(places, squares, len(names)) / np.maximum(counts - 1, 1)
+    total = ((projected - projected.mean(axis=0))[:, -DIMENSIONS:] ** 2).sum() / max(1, len(projected) - 1)
     large = np.flatnonzero(counts >= FEWEST_OF_CLASS)
     described = np.sort(large[np.argsort(-counts[large], kind="stable")[:MOST_CLASSES]])
     return {
@@ -193,6 +222,7 @@ def _sketch(projected: Array, classes: npt.NDArray[np.int64]) -> dict[str, Any]:
         "counts": counts[described].tolist(),
         "means": [_rounded(row) for row in means[described]],
         "spreads": _rounded(spreads[described]),
+        "within_classes": min(1.0, float(squares.sum() / freedom / total)) if total > 0 else 1.0,
         "covariance": _rounded(covariance[np.triu_indices(len(covariance))], 3),
         "freedom": freedom,
     }

@@ -62,7 +62,9 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     CLASS_COLUMNS: range(len(CLASS_COLUMNS)),
 }
 
-DATA_SCALARS = ("mean", "std", "std_error", "missing", "constant", "duplicates", "length")
+DATA_SCALARS = (
+    *("mean", "std", "std_error", "missing", "constant", "duplicates", "length", "out_of_range", "within_classes"),
+)
 # The fields of an event that remain without its words. Only our own code can write these keys: see `logs`, `timing`.
 LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),

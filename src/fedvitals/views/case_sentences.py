@@ -22,6 +22,7 @@ OF_CLIENTS = {
     "LABEL_FLIP": ("seems to label one class as another", "seem to label one class as another"),
     "INPUT_NOISE": ("seems to have noisy inputs", "seem to have noisy inputs"),
     "INPUT_SCALE": ("seems to have inputs on another scale", "seem to have inputs on another scale"),
+    "MISSING_VALUES": ("has inputs that are missing", "have inputs that are missing"),
     "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
     "BYZANTINE": ("sends manipulated updates", "send manipulated updates"),
     "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),

@@ -105,6 +105,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "LABEL_FLIP": (Sign("fit.confusion"), Sign("fit.loss_before")),
     "INPUT_NOISE": (Sign("fit.loss_after"), peers("first")),
     "INPUT_SCALE": (Sign("gradient.norm"), Sign("update.norm")),
+    "MISSING_VALUES": (Sign("data.missing"), Sign("fit.loss_before")),
     "MISSING_CLASSES": (Sign("label.entropy"), Sign("fit.loss_before")),
     "BYZANTINE": (peers("cosine"), Sign("update.norm")),
     "STALE_UPDATE": (Sign("update.cosine_previous"), Sign("update.staleness")),

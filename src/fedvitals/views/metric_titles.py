@@ -81,6 +81,8 @@ TITLES = {
     "data.max": "largest input",
     "data.missing": "inputs that are NaN or infinite",
     "data.constant": "constant features",
+    "data.out_of_range": "inputs out of range",
+    "data.within_classes": "spread within classes",
     "data.duplicates": "duplicate samples",
     "data.length": "tokens in a sample",
     "time.round": "round time",

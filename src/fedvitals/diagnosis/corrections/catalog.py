@@ -153,7 +153,7 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "PLATEAU": (server_faster, client_slower, advise),
     "OVERFITTING": (shorter, advise),
     "CLIENT_DRIFT": (shorter, client_slower, advise),
-    **dict.fromkeys(("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE"), _OF_DATA),
+    **dict.fromkeys(("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE", "MISSING_VALUES"), _OF_DATA),
     **dict.fromkeys(("BYZANTINE", "STALE_UPDATE", "FREE_RIDER"), _OF_ONE_CLIENT),
     **dict.fromkeys(("WRONG_LEARNING_RATE", "FROZEN_LAYER", "UNUSUAL_CLIENT"), _OF_ONE_CLIENT),
     "MISSING_CLASSES": (advise,),  # legitimate data, however rare: excluding it would do the harm

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from fedvitals.data_change import DataChange
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation
+from fedvitals.diagnosis.evidence.compared_features import TIMES
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.evidence.suspect_data import DataSuspect, examine_data
@@ -21,12 +22,13 @@ CHANGED, DEVIATES = 0.97, 0.93  # probability of a fault: by a change, and by co
 FLIP_DEVIATES = 0.85  # the same for a flipped class: 51 of 53 clients of `tune-wide` named this way have one
 NAMED = 0.95  # probability that the kind of fault is the one named
 NAMED_BLINDLY = 0.7  # the same where only checksums show that labels changed: of masks, numbers, or several labels each
+SAME = 0.02  # relative difference of a spread, up to which a feature was moved, and not multiplied
 WORSE = 1.15  # times the others' loss, above which a group is badly served
 
 
 def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE, UNUSUAL_CLIENT (features that do not vary): a client whose
-    samples differ from its peers', or changed, in a way that such a fault explains.
+    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE, MISSING_VALUES, UNUSUAL_CLIENT (features that do not vary): a
+    client whose samples differ from its peers', or changed, in a way that such a fault explains.
     """
     relations = exact_relations(history, round_index)
     for node, suspect in examine_data(history, round_index).suspects.items():
@@ -70,31 +72,53 @@ def group_with_other_inputs(history: History, round_index: int) -> Iterator[Find
 
 
 def _in_words(node: Node, suspect: DataSuspect) -> str:
-    if suspect.kind == "input_constant":
-        share = f"{100 * suspect.sketch.scalars['constant']:.0f} % of the features of {node}"
-        compared = "far more than before" if suspect.deviation is None else "far more than of the other clients"
+    change, scalars = suspect.change, suspect.sketch.scalars
+    compared = "far more than before" if suspect.deviation is None else "far more than of the other clients"
+    if suspect.kind == "input_missing":
+        share = f"{100 * scalars['missing']:.0f} % of the inputs of {node} are NaN or infinite"
+        return f"{share}, {'far more than before' if change is not None else compared}."
+    if suspect.kind == "input_constant" and (change is None or change.kind == "inputs"):
+        share = f"{100 * scalars['constant']:.0f} % of the features of {node}"
         return f"{share} always have the same value, {compared}: a dead sensor, or a column that nobody fills."
-    if suspect.change is not None:
-        return f"Since round {suspect.since}, {_change_in_words(node, suspect.change)}."
-    return f"{_deviation_in_words(node, suspect.kind, suspect.deviation)}."
+    if change is not None and change.kind != "inputs":
+        return f"Since round {suspect.since}, {_change_in_words(node, change)}."
+    since = "" if change is None else f" This is so since round {suspect.since}."
+    return f"{_deviation_in_words(node, suspect.kind, suspect.deviation)}.{since}"
+
+
+def _features_in_words(features: Collection[int]) -> str:
+    """Return "feature 2" or "features 2, 3 and 7"; they are counted from 0."""
+    if len(features) == 1:
+        return f"feature {next(iter(features))}"
+    *first, last = map(str, sorted(features))
+    return f"features {', '.join(first)} and {last}"
 
 
 def _change_in_words(node: Node, change: DataChange) -> str:
-    match change.kind:
-        case "label_flip" if change.pair is not None:
-            old, new = change.pair
-            moved = f"at least {100 * change.moved:.0f} % of its labels"
-            return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
-        case "label_flip":
-            return f"{node} labels one class as another, and its inputs are the same{_labels_changed(change)}"
-        case "input_scale":
-            return f"the inputs of {node} are multiplied by {change.moved:.3g}, and its labels are the same"
-        case "input_noise":
-            return (
-                f"the inputs of {node} are noisier ({change.moved:.3g} times their spread before), for the same labels"
-            )
+    if change.kind.startswith("input"):
+        return _changed_inputs_in_words(node, change)
+    if change.kind == "label_flip" and change.pair is not None:
+        old, new = change.pair
+        moved = f"at least {100 * change.moved:.0f} % of its labels"
+        return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
+    if change.kind == "label_flip":
+        return f"{node} labels one class as another, and its inputs are the same{_labels_changed(change)}"
     several = "" if math.isnan(change.moved) else ", in several classes"
     return f"{node} labels the same inputs differently{_labels_changed(change)}{several}"
+
+
+def _changed_inputs_in_words(node: Node, change: DataChange) -> str:
+    features, constant = change.features, change.kind == "input_constant"
+    what = f"{_features_in_words(features) if features else 'some features' if constant else 'the inputs'} of {node}"
+    are, have = ("is", "has") if len(features) == 1 else ("are", "have")
+    if constant:
+        return f"{what} always {have} the same value, and varied before"
+    if change.kind == "input_noise":
+        return f"{what} {are} noisier ({change.moved:.3g} times the spread before), for the same labels"
+    if not features:
+        return f"{what} are multiplied by {change.moved:.3g}, and its labels are the same"
+    times = f"{change.moved:.3g} times the spread before" if abs(change.moved - 1) > SAME else "another mean"
+    return f"{what} {are} in another unit, or out of range: {times}, the same labels"
 
 
 def _labels_changed(change: DataChange) -> str:
@@ -105,6 +129,12 @@ def _deviation_in_words(node: Node, kind: str, deviation: DataDeviation | None) 
     if deviation is None:
         return f"The data of {node} look wrong"
     how = f"{deviation.spread_ratio:.3g} times the usual spread"
+    if kind == "input_scale" and deviation.features:
+        what = _features_in_words(deviation.features).capitalize()
+        ratio = max(deviation.features.values(), key=lambda ratio: abs(math.log(max(ratio, 1e-30))))
+        scaled = ratio > TIMES or 0 < ratio < 1 / TIMES
+        far = f"{ratio:.3g} times the spread that" if scaled else "out of the range that"
+        return f"{what} of {node} {'is' if len(deviation.features) == 1 else 'are'} on another scale: {far} others have"
     match kind:
         case "label_flip" if deviation.pair is not None:
             label, actual = deviation.pair
@@ -127,8 +157,9 @@ def _numbers(suspect: DataSuspect) -> list[Number]:
             return [Number("labels changed, at least", change.moved, 0.0, of="own past")]
         wrong = math.nan if deviation is None else deviation.share if suspect.kind == "label_flip" else deviation.rate
         return [Number("share of wrong labels", wrong, 0.0)]
-    if suspect.kind == "input_constant":
-        return [Number("data.constant", suspect.sketch.scalars["constant"])]
+    if suspect.kind in ("input_constant", "input_missing"):
+        name = suspect.kind.removeprefix("input_")
+        return [Number(f"data.{name}", suspect.sketch.scalars.get(name, math.nan))]
     ratio = change.moved if change is not None else deviation.spread_ratio if deviation is not None else math.nan
     usual = spread / ratio if ratio > 0 else None
     score = None if deviation is None else deviation.spread_score

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, newest_values
 from fedvitals.diagnosis.evidence.damage import model_stayed_finite
+from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
@@ -187,6 +188,12 @@ def _gradient_findings(
         when = "" if origin.step is None else f" from step {origin.step}"
         when += " on" if began == round_index and when else "" if began == round_index else f" of round {began} on"
         text = f"Gradients{place} are NaN or infinite on {node}{when}."
+        numbers = [Number("gradient.nonfinite", now[node], 0.0, of="limit")]
+        sketch = data_sketches(history, round_index).newest.get(node)
+        missing = 0.0 if sketch is None else sketch.scalars.get("missing", 0.0)
+        if missing > 0:
+            text += f" The likely origin is its data: {100 * missing:.2g} % of its inputs are NaN or infinite."
+            numbers.append(Number("data.missing", missing, 0.0, of="limit"))
         yield finding(
             "NAN_GRADIENT",
             round_index,
@@ -197,7 +204,7 @@ def _gradient_findings(
             layer=origin.layer,
             step=origin.step,
             severity=_severity(history, round_index),
-            numbers=[Number("gradient.nonfinite", now[node], 0.0, of="limit")],
+            numbers=numbers,
             more={"origin": {"node": node, "round": began, "layer": origin.layer, "step": origin.step}},
         )
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from fedvitals.data_change import DataSketch
+from fedvitals.diagnosis.evidence.compared_features import unlike_features
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
@@ -66,6 +67,7 @@ class DataDeviation:
     spread_ratio: float  # that standard deviation over the expected one
     slope: float  # how far apart its classes lie, over the peers'; NaN with fewer than two
     resolved: float  # the log-likelihood ratio that 40 % of wrong labels would have
+    features: Mapping[int, float] = field(default_factory=dict)  # of a table, on another scale: times the peers' spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,21 @@ class _Cells:
 
 
 def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviation]:
-    """Return how far each client's data are from those of its peers; empty if there are too few to tell.
+    """Return how far each client's data are from those of its peers; empty if there are too few to tell."""
+    comparable = _same_kind(sketches)
+    if len(comparable) < FEWEST_CLIENTS:
+        return {}
+    features = unlike_features(comparable)
+    deviations = _compared(comparable)
+    return {node: replace(own, features=features.get(node, {})) for node, own in deviations.items()}
+
+
+def _compared(comparable: Mapping[Node, DataSketch]) -> dict[Node, DataDeviation]:
+    """Return the deviations of clients whose data can be compared.
 
     Computed again without the clients that stood out most as peers: first those whose inputs are so far from all others
     that these would seem alike, then those whose labels look wrong.
     """
-    comparable = _same_kind(sketches)
-    if len(comparable) < FEWEST_CLIENTS:
-        return {}
     scores, ratios = spread_scores(comparable)
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)

@@ -9,6 +9,7 @@ _KINDS = {
     "input_noise": ("INPUT_NOISE", "noisy inputs"),
     "input_scale": ("INPUT_SCALE", "inputs on another scale"),
     "input_constant": ("UNUSUAL_CLIENT", "features that do not vary"),
+    "input_missing": ("MISSING_VALUES", "missing inputs"),
     "wrong_learning_rate": ("WRONG_LEARNING_RATE", "a learning rate of its own"),
     "stale_update": ("STALE_UPDATE", "an update from an old model"),
     "free_rider": ("FREE_RIDER", "the server's last step, sent again"),
@@ -31,7 +32,7 @@ DATA_FAULTS = INPUT_FAULTS | {"label_noise", "label_flip"}
 FAMILY_OF = {
     **dict.fromkeys(_KINDS, "update"),
     **dict.fromkeys(("label_noise", "label_flip"), "labels"),
-    **dict.fromkeys((*INPUT_FAULTS, "input_constant"), "inputs"),
+    **dict.fromkeys((*INPUT_FAULTS, "input_constant", "input_missing"), "inputs"),
     "wrong_learning_rate": "training",
 }
 MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly if sums can be compared

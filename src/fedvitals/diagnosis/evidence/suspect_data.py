@@ -30,6 +30,7 @@ SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviat
 SPREAD_OF_FEW = 7.0  # the same for clients with hardly a class to compare
 SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
+MISSING, MORE_MISSING = 0.05, 3.0  # share of inputs, more than before or than so many times that of any peer
 CONSTANT = 0.2  # share of features; the share that do not vary must exceed the peers', or the earlier one, by more
 WITHIN = 0.4  # of the variance that noise adds to inputs, the share that must be visible within classes
 NEAR_FLIP = 9.6  # a log-likelihood ratio that is unusual, but not enough for an accusation
@@ -125,10 +126,17 @@ def judge_data(
     constant = {node for node in otherwise if _is_constant(sketches, node, otherwise, deviations)}
     if len(constant) <= max(1, MANY * known):
         for node in constant:
-            change = changes.get(node)
-            since = sketches.newest[node].round if change is None else change.since
-            suspects[node] = DataSuspect("input_constant", since, sketches.newest[node], change, deviations.get(node))
+            suspects[node] = _suspect_of(
+                "input_constant", sketches.newest[node], changes.get(node), deviations.get(node)
+            )
         shifted = [node for node in shifted if node not in constant]
+    missing = [node for node in present if _has_more_missing(sketches, node, deviations)]
+    if len(missing) <= max(1, MANY * known):
+        for node in missing:
+            suspects[node] = _suspect_of(
+                "input_missing", sketches.newest[node], changes.get(node), deviations.get(node)
+            )
+        shifted = [node for node in shifted if node not in missing]
     many = _another_population(suspects, deviations, known)
     group = tuple(shifted) if GROUP <= len(shifted) <= MOST_OF_GROUP * known and not many else ()
     unusual = {*suspects, *shifted}
@@ -183,18 +191,42 @@ def _is_constant(
     return not few and share > max(peer.scalars.get("constant", 0.0) for peer in peers)
 
 
+def _has_more_missing(sketches: DataSketches, node: Node, deviations: Mapping[Node, DataDeviation]) -> bool:
+    """Return whether far more inputs of a client are NaN or infinite than before, or than of any peer.
+
+    Its labels are not judged then: the projections of such samples are nearer to each other than they should be.
+    """
+    own, before, change = sketches.newest[node], sketches.before(node), sketches.change(node)
+    share = own.scalars.get("missing", 0.0)
+    if share <= MISSING or (change is not None and change.kind.startswith("label")):
+        return False
+    if before is not None and share > before.scalars.get("missing", 0.0) + MISSING:
+        return True
+    peers = [sketches.newest[other].scalars.get("missing", 0.0) for other in deviations if other != node]
+    return bool(peers) and node in deviations and share > MISSING + MORE_MISSING * max(peers)
+
+
+def _suspect_of(
+    kind: str, sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None
+) -> DataSuspect:
+    since = sketch.round if change is None else change.since
+    return DataSuspect(kind, since, sketch, change, deviation)
+
+
 def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:
     """Return what is wrong with a client's data; a change is more certain than a deviation."""
     if change is not None and change.kind != "inputs":
         return DataSuspect(change.kind, change.since, sketch, change, deviation)
     kind = None if deviation is None else _kind_of(deviation)
     if kind is None and change is not None:
-        return DataSuspect("inputs", change.since, sketch, change, deviation)
-    return None if kind is None else DataSuspect(kind, sketch.round, sketch, change, deviation)
+        kind = "inputs"
+    return None if kind is None else _suspect_of(kind, sketch, change, deviation)
 
 
 def _kind_of(deviation: DataDeviation) -> str | None:
     """Return the kind of fault that best explains a deviation from the peers; None if it is not unusual."""
+    if deviation.features:
+        return "input_scale"
     ratio = deviation.spread_ratio
     scaled = SCALED if deviation.cells > 1 else SCALED_OF_FEW
     if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / scaled < ratio < scaled:
