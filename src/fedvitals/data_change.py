@@ -17,7 +17,7 @@ import numpy as np
 
 from fedvitals.stats import Array
 
-MOST_CLASSES, MOST_DIMENSIONS = 64, 32  # of a description; a larger one could fill our memory
+MOST_CLASSES, MOST_DIMENSIONS, MOST_COLUMNS = 64, 32, 64  # of a description; a larger one could fill our memory
 LINEAR = 16  # of these dimensions at most, the first: projections of the inputs, which scale with them
 STABLE = 2  # rounds for which data did not change, if another process, new to the data, reported them
 FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that moved from one class to one other
@@ -70,7 +70,8 @@ class DataSketch:
     lost: int = 0  # classes of which the client reports to have lost all samples, and no others
     compared: bool = False  # whether the client had earlier data to compare these with
     by_feature: bool = False  # whether its dimensions are the features of a table
-    quartiles: Array = field(default_factory=lambda: np.zeros((3, 0)))  # [3, features] of such a table
+    # [4, features] of a table: quartiles and median, in order, and the spread within classes.
+    columns: Array = field(default_factory=lambda: np.zeros((4, 0)))
 
     @property
     def spread(self) -> float:
@@ -123,7 +124,7 @@ def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     sketch = DataSketch(
         *(*known, bool(data["labelled"]), classes, counts, means, spreads, covariance, max(1, int(data["freedom"]))),
         by_feature=by_feature,
-        quartiles=np.array(data.get("quartiles", np.zeros((3, 0))), dtype=np.float64).reshape(3, -1),
+        columns=np.array(data.get("columns", np.zeros((4, 0))), dtype=np.float64).reshape(4, -1),
     )
     _check_possible(sketch)
     return sketch
@@ -136,10 +137,10 @@ def _check_possible(sketch: DataSketch) -> None:
     counts, spreads, covariance = sketch.counts, sketch.spreads, sketch.covariance
     bounds = (
         *((sketch.means, LONGEST), (covariance, LONGEST**2), (spreads, LONGEST**2), (counts, MOST_SAMPLES)),
-        (sketch.quartiles, LONGEST),
+        (sketch.columns, LONGEST),
     )
-    if sketch.quartiles.shape[1] not in (0, sketch.means.shape[1]) or (np.diff(sketch.quartiles, axis=0) < 0).any():
-        raise ValueError("Quartiles are those of all features, and in order.")
+    if sketch.columns.shape[1] > MOST_COLUMNS or (np.diff(sketch.columns[:3], axis=0) < 0).any():
+        raise ValueError("Quartiles are those of a table, and in order.")
     if not all((np.abs(numbers) <= most).all() for numbers, most in bounds) or not (spreads >= 0).all():
         raise ValueError("A sketch holds finite numbers, and inputs have no such size.")
     if len({*sketch.classes}) < len(sketch.classes) or any(abs(label) >= 1 << 63 for label in sketch.classes):

@@ -119,8 +119,12 @@ def test_columns_of_a_table_have_quartiles_and_numbers_out_of_range():
     description = describe(x, y, 200)
     assert description.metrics["data.out_of_range"] == pytest.approx(10 / x.numel())
     wanted = np.quantile(torch.nan_to_num(x).numpy(), [0.25, 0.5, 0.75], axis=0)
-    np.testing.assert_allclose(description.event["quartiles"], wanted, rtol=2e-3, atol=1e-4)
-    assert "quartiles" not in describe(x[:20], y[:20], 20).event  # they would be those of single samples
+    *quartiles, spreads = description.event["columns"]
+    np.testing.assert_allclose(quartiles, wanted, rtol=2e-3, atol=1e-4)
+    own = x[y == 0, 0] - x[y == 0, 0].mean()
+    assert spreads[0] == pytest.approx(float(own.square().mean().sqrt()), rel=0.3)
+    assert spreads[4] == 0
+    assert "columns" not in describe(x[:20], y[:20], 20).event  # they would be those of single samples
     images = describe(*samples(200, (1, 2, 3)), 200)
     assert "data.out_of_range" not in images.metrics
 
@@ -134,9 +138,9 @@ def test_quartiles_leave_a_client_with_the_means_only():
         with monitor, monitor.round(0), monitor.client("c0", torch.nn.Linear(6, 4), **own):
             pass
         told[level] = {key for event in sink.events("data") for key in event.data}
-    assert {"quartiles", "out_of_range"} <= told[3]
+    assert {"columns", "out_of_range"} <= told[3]
     assert "out_of_range" in told[2]
-    assert "quartiles" not in told[2]
+    assert "columns" not in told[2]
 
 
 @pytest.mark.parametrize(("apart", "share"), [(0.0, 1.0), (1.0, 0.5), (3.0, 0.1)])

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedvitals.data_change import MOST_COLUMNS
 from fedvitals.probes import samples
 from fedvitals.stats import Array
 
@@ -30,7 +31,6 @@ EVENT = "data"  # the event that carries the description
 DIMENSIONS = 16  # of a projection, and as many for the patches of an image
 FILTERS, PATCH, STRIDE, GRID = 16, 5, 2, 3  # of these patches; pixels; fields along each side of an image
 SMALLEST_IMAGE = 2 * GRID + PATCH - 1  # pixels along each side; below 16, patches are taken at every pixel
-MOST_COLUMNS = 64  # of a table, whose columns have quartiles of their own; of an image's pixels these say little
 FEWEST_ROWS, MOST_ROWS = 32, 256  # samples, from which quartiles are computed
 OUT_OF_RANGE = 10.0  # times the distance between a column's quartiles, beyond these
 FEWEST_OF_CLASS = 4  # samples; a mean of fewer would reveal single samples
@@ -78,8 +78,8 @@ def describe(x: samples.Inputs, y: Tensor | None, total: int) -> DataDescription
     own = _sketch(projected, classes)
     if len(own["classes"]) > 1:
         metrics["data.within_classes"] = own["within_classes"]
-    if quartiles is not None and projected.shape[1] == flat.shape[1]:
-        own["quartiles"] = [_rounded(row) for row in quartiles.double().cpu().numpy()]
+    if quartiles is not None:
+        own["columns"] = [_rounded(row) for row in (*quartiles.double().cpu().numpy(), _spreads_within(flat, classes))]
     return DataDescription(metrics, about | checks | own)
 
 
@@ -176,6 +176,16 @@ def _out_of_range(flat: Tensor, quartiles: Tensor) -> float:
     width = high - low
     beyond = ((flat - high > OUT_OF_RANGE * width) | (low - flat > OUT_OF_RANGE * width)) & (width > 0)
     return float(beyond.double().mean())
+
+
+def _spreads_within(flat: Tensor, classes: npt.NDArray[np.int64]) -> Array:
+    """Return the standard deviation of each column within these classes [n]."""
+    numbers = torch.nan_to_num(flat.double(), nan=0.0, posinf=0.0, neginf=0.0).cpu().numpy()
+    _, places, counts = np.unique(classes, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(counts), numbers.shape[1]))
+    np.add.at(sums, places, numbers)
+    residuals = numbers - (sums / counts[:, None])[places]
+    return np.asarray(np.sqrt((residuals**2).sum(axis=0) / max(1, len(numbers) - len(counts))))
 
 
 def _variance(numbers: Tensor, axis: int) -> Tensor:

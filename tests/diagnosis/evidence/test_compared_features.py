@@ -54,6 +54,20 @@ def test_a_feature_in_another_unit_is_found_among_peers(factor):
     assert found["c3"][2] == pytest.approx(factor, rel=0.3)
 
 
+def test_a_feature_of_many_is_found_among_peers():
+    """Beyond sixteen columns, inputs are projected, and each column is described beside that."""
+
+    def wide(node):
+        x, y = table(node)
+        return np.concatenate([x, x[:, ::-1] ** 2, x * 3, x + 5, x - 2], axis=1), y
+
+    sketches = {f"c{node}": told(*wide(node)) for node in range(7)}
+    sketches["c7"] = told(*column(lambda x: 0.01 * x, 33)(*wide(7)))
+    found = {node: own.features for node, own in compare_data(sketches).items() if own.features}
+    assert found.keys() == {"c7"}
+    assert found["c7"].keys() == {33}
+
+
 def test_a_feature_with_another_origin_is_found_among_peers():
     assert features_by_client(c3=column(lambda x: x + 273.15, 5)) == {"c3": {5: pytest.approx(1.0, abs=0.3)}}
 
@@ -82,15 +96,17 @@ def test_clients_with_other_labels_are_not_compared():
 def test_one_client_that_makes_up_its_description_makes_nobody_else_stand_out():
     sketches = {f"c{node}": told(*table(node)) for node in range(5)}
     event = describe(*map(torch.tensor, (table(5)[0].astype(np.float32), table(5)[1])), 300).event
-    lie = read_sketch(0, event | {"quartiles": (np.array(event["quartiles"]) * 1e6).tolist()})
+    lie = read_sketch(0, event | {"columns": (np.array(event["columns"]) * 1e6).tolist()})
     assert lie is not None
     assert {node for node, own in compare_data({**sketches, "c5": lie}).items() if own.features} <= {"c5"}
 
 
-@pytest.mark.parametrize("quartiles", [[[1.0], [2.0], [3.0]], [[3.0] * 8, [2.0] * 8, [1.0] * 8], [[1e99] * 8] * 3, "?"])
-def test_quartiles_that_no_table_has_are_not_read(quartiles):
+@pytest.mark.parametrize(
+    "columns", [[[1.0]] * 3, [[3.0] * 8, [2.0] * 8, [1.0] * 8, [1.0] * 8], [[1e99] * 8] * 4, [[1.0] * 65] * 4, "?"]
+)
+def test_columns_that_no_table_has_are_not_read(columns):
     event = describe(*map(torch.tensor, (table(5)[0].astype(np.float32), table(5)[1])), 300).event
-    assert read_sketch(0, event | {"quartiles": quartiles}) is None
+    assert read_sketch(0, event | {"columns": columns}) is None
 
 
 NOISE = np.random.default_rng(9).normal(size=300)

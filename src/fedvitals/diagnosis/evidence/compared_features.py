@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the features of tables: which client has a feature in another unit, or out of the range of the others.
 
-Only clients whose description has each feature on its own are compared (at most 16 features, privacy level 3). A
+Only clients that describe each feature on its own are compared (tables of at most 64 columns, privacy level 3). A
 feature counts as on another scale if both the distance between its quartiles and its spread within classes are: a few
 large numbers raise only the second, and a client with fewer classes than the others only has a smaller first. Clients
 whose labels are distributed otherwise than most are not compared.
@@ -32,13 +32,14 @@ def unlike_features(sketches: Mapping[Node, DataSketch]) -> dict[Node, dict[int,
 
     None of a client of which more than half of the features are: then its inputs are, which their spread tells.
     """
-    told = {node: own for node, own in sketches.items() if 0 < own.quartiles.shape[1] == own.means.shape[1]}
+    sizes = [own.columns.shape[1] for own in sketches.values()]
+    usual = max({*sizes}, key=sizes.count, default=0)
+    told = {node: own for node, own in sketches.items() if 0 < own.columns.shape[1] == usual and own.classes}
     own = _with_usual_labels(told)
     if len(own) < FEWEST:
         return {}
-    low, middle, high = (np.array([sketch.quartiles[place] for sketch in own.values()]) for place in range(3))
+    low, middle, high, spreads = (np.array([sketch.columns[place] for sketch in own.values()]) for place in range(4))
     widths = high - low
-    spreads = np.array([np.sqrt(np.maximum(np.diagonal(sketch.covariance), 0.0)) for sketch in own.values()])
     outlying = (_off_scale(widths) & _off_scale(spreads)) | _out_of_range(middle, widths, spreads)
     outlying[outlying.sum(axis=1) > outlying.shape[1] / 2] = False
     found = np.flatnonzero(outlying.any(axis=1))
