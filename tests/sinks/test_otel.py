@@ -301,7 +301,7 @@ def test_who_asks_to_be_left_alone_is(listener, monkeypatch):
     listener.refuse = refuse
     sink = OpenTelemetry(listener.endpoint)
     for _ in range(3):
-        with pytest.raises(ConnectionError, match=r"429|bothered"):
+        with pytest.raises(ConnectionError, match=r"429|asks for a pause"):
             sink.write([span()])
     assert len(asked) == 1
     now = otel_module.time.monotonic()

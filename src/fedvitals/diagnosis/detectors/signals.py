@@ -236,13 +236,13 @@ def _layer_medians(history: History, round_index: int) -> tuple[Array, Array, Ar
     nodes, names = training_clients(history, round_index), history.layers("gradient")
     if not nodes or not names or names != history.layers("weight"):
         return None
-    gradients = rows_of_nodes(history, "gradient", ("rms", "count", "finite", "zeros"), round_index, nodes)
+    gradients = rows_of_nodes(history, "gradient", ("rms", "nans", "infs"), round_index, nodes)
     weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
     if not len(gradients) or not len(weights):
         return None
     medians = quiet_quantile(weights, 0.5)
-    rms, count, finite, zeros = np.moveaxis(gradients, -1, 0)
-    typical = np.where((count > finite) & (finite <= zeros), np.nan, rms)  # zeros beside NaN are no small gradient
+    rms, nans, infs = np.moveaxis(gradients, -1, 0)
+    typical = np.where((rms == 0) & (nans + infs > 0), np.nan, rms)  # zeros beside NaN are no small gradient
     return medians[..., 1], medians[..., 0], quiet_quantile(typical, 0.5)
 
 
@@ -358,10 +358,10 @@ def server_step(history: History, round_index: int) -> ServerStep | None:
     if not names or names != history.layers("update"):
         return None
     before, after = (_server_sums(history, past_round) for past_round in (round_index - 1, round_index))
-    nodes, changes = history.across("update", ("sum", "count", "finite"), round_index)
+    nodes, changes = history.across("update", ("sum", "count", "nans", "infs"), round_index)
     trained = set(training_clients(history, round_index))
     # A server that survives an update with NaN has left it out.
-    whole = (changes[:, :, 2] == changes[:, :, 1]).all(axis=1)
+    whole = (changes[:, :, 2:] == 0).all(axis=(1, 2))
     kept = [i for i, node in enumerate(nodes) if node in trained and whole[i]]
     if before is None or after is None or not kept or _start_elsewhere(history, round_index, before):
         return None
