@@ -42,7 +42,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Alerts(Sink):
-    """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
+    """A sink that notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
     Undelivered alerts wait in `folder` and are retried. Without a folder they are kept in memory, and lost at a
     restart.
