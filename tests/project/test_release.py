@@ -65,6 +65,16 @@ def test_linux_macos_windows_and_arm_are_tested():
     assert "id-token: write" in (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
 
 
+def test_what_the_tests_on_other_systems_import_is_installed_there():
+    text = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    (installed,) = re.findall(r"pip install (-e .*)$", text, re.MULTILINE)
+    (places,) = re.findall(r"pytest -n 2 .*?((?: tests/\S+)+)$", text, re.MULTILINE)
+    files = [file for place in places.split() for file in (ROOT / place, *(ROOT / place).rglob("*.py"))]
+    imported = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    assert "fedvitals_studies" in imported
+    assert "-e studies" in installed
+
+
 def test_versions_agree(release):
     assert release.versions() == __version__
     citation = yaml.YAML(typ="safe").load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
