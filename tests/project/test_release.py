@@ -3,6 +3,7 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -105,6 +106,13 @@ def test_notes_come_from_the_changelog(release):
         release.notes(changelog, "0.3.0", dry=False)
     ours = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "### Added" in release.notes(ours, __version__, dry=True)
+
+
+def test_licences_are_those_of_what_is_installed(release):
+    listed = subprocess.run([sys.executable, "-c", release.LICENCES], capture_output=True, text=True, check=True)
+    rows = {name: licence for name, _, licence in json.loads(listed.stdout)}
+    assert rows["click"] == "BSD-3-Clause"
+    assert not {"pip", "setuptools"} & {*rows}, "every environment has them, whatever is installed"
 
 
 def test_a_development_version_is_never_released(release):
