@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public interface: every name that `import fedvitals as fv` shows, with its signature and its docstring."""
+"""The public interface, with signatures and docstrings.
+
+It consists of every name that `import fedvitals as fv` shows, of `fedvitals.testing`, and of the methods of objects
+that these names return, whose classes are never called by users.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,28 @@ from types import ModuleType
 from typing import Any
 
 import fedvitals as fv
+import fedvitals.testing
+from fedvitals.diagnosis.live_detectors import FindingList
+from fedvitals.monitor.loop_corrections import LoopCorrections
+from fedvitals.monitor.workers import WorkerObserver
+from fedvitals.notebook import Runs, StoredRun
 
 WIDTH = 120
+RETURNED = {
+    Runs: "`fv.open`",
+    StoredRun: '`fv.open(...)["name"]`',
+    FindingList: "`fv.Monitor.findings`",
+    LoopCorrections: "`fv.Monitor.corrections`",
+    WorkerObserver: "`monitor.host.for_worker`",
+}  # classes, and what returns their objects
 
 
 @dataclass(frozen=True)
 class PublicName:
-    """A public name: its path, its line in the golden list, what it stands for, and whether that is a «class», ..."""
+    """A public name: its path, its line in the golden list, what it stands for, and whether that is a «class», ...
+
+    An «object» is of a class that users do not call: what it offers counts, and not how it is made.
+    """
 
     path: str
     signature: str
@@ -104,9 +123,18 @@ def names_in(module: ModuleType) -> list[str]:
     ]
 
 
-def public_names(path: str = "fv", module: ModuleType = fv, seen: dict[int, str] | None = None) -> Iterator[PublicName]:
-    """Yield every public name of a module and of what is in it; a second name of the same thing is an «alias»."""
-    seen = {} if seen is None else seen
+def public_names() -> Iterator[PublicName]:
+    """Yield every public name; a second name of the same thing is an «alias»."""
+    seen: dict[int, str] = {}
+    yield from names_below("fv", fv, seen)
+    yield from names_below("fedvitals.testing", fedvitals.testing, seen)
+    for kind in RETURNED:
+        yield PublicName(kind.__name__, f"{kind.__name__}: object", kind, "object")
+        yield from members(kind.__name__, kind)
+
+
+def names_below(path: str, module: ModuleType, seen: dict[int, str]) -> Iterator[PublicName]:
+    """Yield the public names of a module and of what is in it; `seen` are those of before, by their identity."""
     for name in names_in(module):
         public, shown = getattr(module, name), f"{path}.{name}"
         if id(public) in seen:
@@ -115,9 +143,15 @@ def public_names(path: str = "fv", module: ModuleType = fv, seen: dict[int, str]
         seen[id(public)] = shown
         if isinstance(public, ModuleType):
             yield PublicName(shown, f"{shown}: module", public, "module")
-            yield from public_names(shown, public, seen)
+            yield from names_below(shown, public, seen)
         elif inspect.isclass(public):
-            yield PublicName(shown, constructor(shown, public), public, "class")
+            is_protocol = getattr(public, "_is_protocol", False)
+            yield PublicName(
+                shown,
+                f"{shown}: protocol" if is_protocol else constructor(shown, public),
+                public,
+                "object" if is_protocol else "class",
+            )
             if path != "fv.lab":  # of the lab's parts people write the constructor; the lab calls the rest
                 yield from members(shown, public)
         elif callable(public):

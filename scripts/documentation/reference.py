@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from documentation.docstrings import Docstring, docstring_of, parameters_of
-from documentation.public_names import PublicName, public_names, shown_default
+from documentation.public_names import RETURNED, PublicName, public_names, shown_default
 from fedvitals.lab.faults.fault import Fault
 
-PLACES = "fv.errors", "fv.lab", "fv.plot", "fv.probes", "fv.sinks"
+PLACES = "fv.errors", "fv.lab", "fv.plot", "fv.probes", "fv.sinks", "fedvitals.testing"
 HOSTS = "fv.flower", "fv.huggingface", "fv.lightning", "fv.nvflare"
 TITLES = {
     "reference/index.md": "fedvitals",
@@ -24,10 +24,18 @@ TITLES = {
     "reference/lab.md": "fv.lab",
     "reference/faults.md": "fv.lab: faults",
     "reference/errors.md": "fv.errors",
+    "reference/returned.md": "Objects that fedvitals returns",
+    "reference/testing.md": "fedvitals.testing",
 }
 ABOUT = {
     "reference/index.md": "The names that `import fedvitals as fv` offers. They load on first use: `import fedvitals` "
-    "itself loads neither torch nor any extra. Everything that is not listed here may change without notice.",
+    "itself loads neither torch nor any extra. Some return objects with methods of their own: "
+    "[these](returned.md) are public as well. Everything else may change without notice.",
+    "reference/returned.md": "You do not create these objects yourself; the public names return them. What a host of "
+    "your own calls on `monitor.host` is explained on a page of its own: [hosts](../hosts.md).",
+    "reference/testing.md": "`import fedvitals.testing`: for tests of your own. Each check returns if your probe, "
+    "sink, detector, topology or [host](../hosts.md) fulfils its contract. It needs the extra `lab`, and no test "
+    "framework.",
     "reference/lab.md": "The parts of a simulated federation. Each kind has two names, that of its class "
     "(`lab.LabelNoise`) and that in TOML (`lab.label_noise`). How they fit together: [the lab](../lab.md).",
     "reference/faults.md": "Faults that can be planted in a federation of the lab. All of them take `nodes`, `since`, "
@@ -47,6 +55,8 @@ def pages() -> dict[str, str]:
 
 def _page_of(name: PublicName) -> str:
     parts = name.path.split(".")
+    if parts[0] in _returned():
+        return "reference/returned.md"
     place = ".".join(parts[:2])
     if inspect.isclass(name.public) and issubclass(name.public, Fault):
         return "reference/faults.md"
@@ -79,7 +89,9 @@ def _contents(names: list[PublicName]) -> Iterator[str]:
         if title.startswith("fv.") and ":" not in title:
             links[title] = page.removeprefix("reference/")
     rows["fv.Monitor"] = "The monitor of one run."
+    links["fedvitals.testing"] = "testing.md"
     rows |= {name.path: _summary(name) for name in names if name.kind == "module"}
+    rows["fedvitals.testing"] = "For tests of your own: a sink in memory, tiny federations, and checks of plug-ins."
     rows |= {f"fv.{place}": about for place, about in _modules().items()}
     for path in sorted(rows):
         link = links.get(path, "hosts.md")
@@ -101,6 +113,11 @@ def _modules() -> dict[str, str]:
     }
 
 
+def _returned() -> dict[str, str]:
+    """Return what returns the objects of each class that users do not call, by the class's name."""
+    return {kind.__name__: source for kind, source in RETURNED.items()}
+
+
 def _summary(name: PublicName) -> str:
     return " ".join(docstring_of(name.public).text.split("\n\n")[0].split())
 
@@ -113,11 +130,16 @@ def _entry(name: PublicName, page: str) -> Iterator[str]:
     if name.kind in ("module", "value"):
         return
     docstring = docstring_of(name.public)
-    is_member = name.path.count(".") > 1 + name.path.startswith((*PLACES, *HOSTS))
+    returned = _returned()
+    is_returned = name.path.split(".")[0] in returned
+    is_member = name.path.count(".") > (0 if is_returned else 1 + name.path.startswith((*PLACES, *HOSTS)))
     yield f"{'###' if is_member else '##'} `{name.path}`\n"
-    yield f"~~~python\n{name.signature}\n~~~\n"
+    if name.kind == "object":
+        yield f"Returned by {returned[name.path]}.\n" if is_returned else ""
+    else:
+        yield f"~~~python\n{name.signature}\n~~~\n"
     yield f"{docstring.text}\n"
-    if name.kind != "property":
+    if name.kind not in ("property", "object"):
         left_out = SHARED if page == "reference/faults.md" else ()
         yield from _arguments(name.public, docstring, without=left_out)
     if docstring.returns:

@@ -293,6 +293,25 @@ def test_a_port_that_is_taken_is_named(store):
             serve_http(store, port)
 
 
+@pytest.mark.thorough
+def test_a_round_of_a_tape_is_put_together_otherwise_without_reading_data_outside_of_the_store(tmp_path):
+    """The dashboard tests the model on the experiment's data as well; these do not lie in the store."""
+    pytest.importorskip("torch")
+    from fedvitals.dashboard.pages.what_if import what_if
+    from fedvitals.store import open_reader
+    from support.taped_by_hand import CLIENTS, NOISY, ROUNDS, recorded
+
+    store = tmp_path / "runs.db"
+    run = recorded(store)
+    with open_reader(store) as reader:
+        shown = what_if(reader, store, run, ROUNDS - 1, [NOISY])
+    answer = called(store, "what_if", run=run, round_index=ROUNDS - 1, without=[NOISY])
+    assert (answer["used"], answer["of"]) == (CLIENTS - 1, CLIENTS)
+    assert answer["changed"] == pytest.approx(shown.changed, rel=1e-3)
+    assert shown.score is not None
+    assert "score" not in answer
+
+
 def test_another_table_of_the_same_file_is_not_hidden_from_its_owner(store):
     """The file is the boundary: what the store's owner could read by SQL, the agent can read, and no more."""
     tables = called(store, "query", sql="SELECT name FROM sqlite_master WHERE type = 'view'")["rows"]

@@ -12,6 +12,8 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+import fedvitals as fv
+from fedvitals import lab
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round
 from fedvitals.dashboard.pages.shell_commands import Here, commands_of
@@ -274,6 +276,23 @@ def test_without_a_client_the_model_goes_where_the_others_go(reader, taped, tape
     assert found.apart == pytest.approx(float((model - after).norm()), rel=1e-4)
     assert found.share == pytest.approx(found.apart / found.recorded)
     assert found.apart**2 == pytest.approx(sum(one.apart**2 for one in found.layers), rel=1e-4)
+
+
+def test_files_that_a_tape_names_are_not_read(tmp_path):
+    for package in ("a", "b"):
+        folder = tmp_path / "private" / package
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("Something that only its owner should read. " * 100)
+    experiment = lab.Experiment(
+        dataset=lab.Text(folder=str(tmp_path / "private"), pattern="*.txt", steps=8, packages=2),
+        model=lab.LSTM(hidden=4), clients=3, rounds=2, local=lab.Local(iterations=2),
+    )  # fmt: skip
+    store = tmp_path / "runs.db"
+    with fv.Monitor(store, run="text", host="lab", tape=fv.Tape(updates=2)) as monitor:
+        lab.run(experiment, monitor, workers=1)
+    with open_reader(store) as reader:
+        found = what_if(reader, store, monitor.run.id, 1, ["c1"])
+    assert (found.ready, found.used, found.score) == (True, 2, None)
 
 
 @pytest.mark.parametrize("rule", RULES)

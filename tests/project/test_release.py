@@ -3,6 +3,7 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -65,6 +66,16 @@ def test_linux_macos_windows_and_arm_are_tested():
     assert "id-token: write" in (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
 
 
+def test_what_the_tests_on_other_systems_import_is_installed_there():
+    text = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    (installed,) = re.findall(r"pip install (-e .*)$", text, re.MULTILINE)
+    (places,) = re.findall(r"pytest -n 2 .*?((?: tests/\S+)+)$", text, re.MULTILINE)
+    files = [file for place in places.split() for file in (ROOT / place, *(ROOT / place).rglob("*.py"))]
+    imported = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    assert "fedvitals_studies" in imported
+    assert "-e studies" in installed
+
+
 def test_versions_agree(release):
     assert release.versions() == __version__
     citation = yaml.YAML(typ="safe").load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
@@ -95,6 +106,13 @@ def test_notes_come_from_the_changelog(release):
         release.notes(changelog, "0.3.0", dry=False)
     ours = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "### Added" in release.notes(ours, __version__, dry=True)
+
+
+def test_licences_are_those_of_what_is_installed(release):
+    listed = subprocess.run([sys.executable, "-c", release.LICENCES], capture_output=True, text=True, check=True)
+    rows = {name: licence for name, _, licence in json.loads(listed.stdout)}
+    assert rows["click"] == "BSD-3-Clause"
+    assert not {"pip", "setuptools"} & {*rows}, "every environment has them, whatever is installed"
 
 
 def test_a_development_version_is_never_released(release):

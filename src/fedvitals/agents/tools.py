@@ -278,13 +278,15 @@ class Tools:
                 return self._encode({"run": chosen, "rows": _times_otherwise(reader, chosen)})
             dropped = tuple(_known_client(reader, chosen, client) for client in without)
             try:
-                answer = asdict(what_if(reader, self._store, chosen, round_index, drop=dropped, rule=rule))
+                answer = asdict(
+                    what_if(reader, self._store, chosen, round_index, drop=dropped, rule=rule, scored=False)
+                )
             except NoTapeError as error:
                 raise ConfigError(
                     f"{error} Without `round_index`, this tool computes how long rounds would take."
                 ) from error
         answer["layers"] = sorted(answer["layers"], key=lambda row: -(row.get("share") or 0.0))[:12]
-        return self._encode(_without(answer, "rules"))
+        return self._encode(_without(answer, "rules", "score"))
 
     def query(
         self,

@@ -143,9 +143,11 @@ def _measured(record: Telemetry) -> Telemetry:
 
 
 class FindingList(list[Finding]):
-    """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each.
+    """A list of `fv.Finding`, worst first, one for each round in which an issue was seen; printed as cases.
 
-    Cases that were never more than a note are left out unless `notes`; `hidden_notes` counts them.
+    `cases` are these findings joined over the rounds; `gaps` says, a sentence each, what could not be judged, and is
+    empty if everything was; `examined` says what the detectors looked at; `hidden_notes` counts the cases that were
+    never more than a note and are left out.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class FindingList(list[Finding]):
 
     @property
     def verdict(self) -> str:
-        """The verdict on the run so far in one sentence: the number of problems, or what was examined."""
+        """The verdict on the run so far as text: the number of problems, or what was examined, and what was not."""
         now = sum(is_trouble(case) and case.still_there for case in self.cases)
         over = sum(is_trouble(case) and not case.still_there for case in self.cases)
         if not self.installed:

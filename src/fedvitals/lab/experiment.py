@@ -54,7 +54,7 @@ class Evaluation(Part, frozen=True):
     """How often the global model is evaluated on the test set, and whether on the clients' own tests as well.
 
     Args:
-        every: The model is evaluated in one of so many rounds, and in the last.
+        every: The interval in rounds between two evaluations; the last round is always evaluated.
         local: Whether to evaluate on the clients' local tests: of all of them, or («cohort») of those that trained.
     """
 

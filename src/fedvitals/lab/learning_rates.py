@@ -69,7 +69,7 @@ class Cosine(Decay, frozen=True):
 
 
 class Steps(Decay, frozen=True):
-    """A learning rate that is multiplied by `gamma` after every so many rounds.
+    """A learning rate that is multiplied by `gamma` at regular intervals.
 
     Args:
         every: Rounds between two steps.

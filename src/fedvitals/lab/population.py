@@ -66,7 +66,7 @@ class NewData(Description, frozen=True, kw_only=True):
         since: The first round with the new samples.
         alpha: The new label mix is drawn from a Dirichlet distribution with this concentration; None: it stays the
             same.
-        factor: How many times as many samples as before, as far as there are so many.
+        factor: How many times as many samples as before, as far as all clients together have enough.
     """
 
     nodes: tuple[str, ...] | str = "all"

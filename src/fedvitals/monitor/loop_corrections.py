@@ -37,7 +37,7 @@ class LoopCorrections:
         self._followed = FollowedCorrections[Any](host, self._obstacle)
 
     def ask(self) -> None:
-        """Ask once per round which corrections are in force."""
+        """Ask once per round which corrections are in force, and keep them in `actions`."""
         opened = self._host.monitored.rounds.open
         round_index = None if opened is None else opened.scope.round
         if round_index is None:
@@ -49,16 +49,20 @@ class LoopCorrections:
     def apply(
         self, updates: Mapping[Name, Any], weights: Mapping[Name, float] | None = None, *, start: Any = None
     ) -> tuple[dict[Name, Any], dict[Name, float]]:
-        """Return the updates to average and their weights, by client, as corrected.
+        """Return the updates to average and their weights, as corrected.
 
-        `updates`: what each client sent, in one of the forms that `Monitor.updates` takes; they are measured here, so
-        that method need not be called as well. `weights`: your averaging weights; by default 1 each. `start`: the model
-        that clients were sent (a module, or a state or arrays like the updates), if `updates` holds whole models;
-        without it, a correction that returns to an earlier model is refused.
+        The updates are measured here, so that `Monitor.updates` need not be called as well. A robust rule gives every
+        client the same update, and returning to an earlier model gives every client that model: your own average of
+        equal updates is then the intended result, whatever the weights.
 
-        Excluded clients are in neither mapping. A robust rule gives every client the same update, and returning to an
-        earlier model gives every client that model: your own average of equal updates is then the intended result,
-        whatever the weights.
+        Args:
+            updates: What each client sent, by client, in one of the forms that `Monitor.updates` takes.
+            weights: Your averaging weights, by client; by default 1 each.
+            start: The model that clients were sent (a module, or a state or arrays like the updates), if `updates`
+                holds whole models; without it, a correction that returns to an earlier model is refused.
+
+        Returns:
+            The updates and the weights, two mappings by client. Excluded clients are in neither.
         """
         sent = dict(updates)
         weighed = dict.fromkeys(sent, 1.0) if weights is None else dict(weights)

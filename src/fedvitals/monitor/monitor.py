@@ -70,7 +70,8 @@ class Monitor:
         tape: A `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
         update_memory: Bytes of memory for a round's updates, which exact cosines between them need.
         strict: Whether to raise errors that are otherwise only counted and logged; meant for tests.
-        id: The run's id, of visible characters without / and \\; a run with this id in the store is continued.
+        id: The run's id, of visible characters without / and \\; a run with this id in the store is continued. By
+            default a new one.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class WorkerObserver:
     monitor_process: int | None = None  # the process id of the monitor that created it for others
 
     def profiling(self) -> dict[str, Any]:
-        """The settings of the run that the clients of this process need."""
+        """Return the run's settings for profiling, which the clients of this process need, by name."""
         return {"profile": self.profile, "capture": self.capture}
 
     @contextlib.contextmanager
@@ -130,8 +130,18 @@ class WorkerObserver:
     ) -> Iterator[WorkerObserver]:
         """Watch one client's local training, like `Monitor.client`.
 
-        `round_index` is needed if this observer was created in an earlier round; without one, `absorb` fills in its
-        own.
+        Args:
+            name: The client's name, as text.
+            model: The module that trains; None if only time and failures are to be measured.
+            optimizer: The optimiser; by default the one that steps the model's parameters is detected.
+            data: The client's own samples, to measure how well the model suits them, as in `Monitor.client`.
+            loss: The loss function, for the same purpose.
+            group: The edge, cluster or ring that the client belongs to.
+            round_index: The round, if this observer was created in another one. By default that in which it was
+                created or, outside of any, that in which the parent calls `monitor.host.absorb`.
+
+        Returns:
+            A context manager that gives this observer.
         """
         worker_run = self._worker_run()
         with worker_run.clients.scope(self._begin(worker_run, name, model, data, group, loss, round_index)):
@@ -148,15 +158,35 @@ class WorkerObserver:
         loss: Callable[..., Any] | None = None,
         round_index: int | None = None,
     ) -> None:
-        """Open a client, like `client`, for hosts that cannot use `with`."""
+        """Open a client, like `client`, for hosts that cannot use `with`.
+
+        Args:
+            node: The client's name, as text.
+            model: The module that trains, if there is one to measure.
+            optimizer: The optimiser; by default the one that steps the model's parameters is detected.
+            data: The client's own samples, as in `client`.
+            group: The edge, cluster or ring that the client belongs to.
+            loss: The loss function, as in `client`.
+            round_index: The round, as in `client`.
+        """
         self._begin(self._worker_run(), node, model, data, group, loss, round_index)
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
-        """Close a client that has trained; `outcome` is the exception that its training raised."""
+        """Close a client that has trained.
+
+        Args:
+            node: The client.
+            outcome: The exception that its training raised; None: it has finished.
+        """
         self._worker_run().clients.end_of(node, outcome)
 
     def stack_begin(self, stack: Stack, *, round_index: int | None = None) -> None:
-        """Open clients that train as one batch; their records are those of `client_begin`, made at `stack_end`."""
+        """Open clients that train as one batch; their records are those of `client_begin`, made at `stack_end`.
+
+        Args:
+            stack: The clients, and how to reach their states and samples.
+            round_index: The round, as in `client`.
+        """
         worker_run = self._worker_run()
         worker_run.guard("watching clients", worker_run.kit.prepare)
         worker_run.clients.begin_stack(stack, inside=self._inside(worker_run, round_index))
@@ -164,15 +194,31 @@ class WorkerObserver:
             worker_run.guard("looking for requests", worker_run.stacks.watch)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
-        """Measure before an optimiser step: the clients' gradients, [clients, weights], valid only during the call."""
+        """Measure the gradients of clients that train as one batch, before an optimiser step.
+
+        Args:
+            step: The step, counted from 0.
+            gradients: The gradients, [clients, weights], which are valid only during the call.
+            losses: The loss of each client's batch.
+        """
         self._worker_run().clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
-        """Close the batch of clients; `failed`: the clients that failed, and why."""
+        """Close the batch of clients.
+
+        Args:
+            failed: The clients that failed, each with the exception.
+        """
         self._worker_run().clients.end_stack(failed)
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
-        """Record your own metrics, for the open client or for a node that you name."""
+        """Record metrics of your own, for the open client or for a node that you name.
+
+        Args:
+            values: Numbers by name, for names that are no Python identifiers.
+            node: The node that they belong to; by default the open client.
+            more: Numbers by name: `worker.log(accuracy=0.9)`.
+        """
         self._worker_run().clients.log({**(values or {}), **more}, node)
 
     def transfer(
@@ -184,7 +230,16 @@ class WorkerObserver:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
-        """Record a message between two nodes, like `HostObserver.transfer`."""
+        """Record a message between two nodes.
+
+        Args:
+            sender: Who sent it.
+            receiver: Who received it.
+            bytes: Its size as sent.
+            raw_bytes: Its size before compression.
+            seconds: How long it took.
+            kind: «update», «model», or a word of yours.
+        """
         worker_run = self._worker_run()
         transfer = functools.partial(worker_run.clients.transfer, (sender, receiver, bytes, raw_bytes, seconds, kind))
         worker_run.guard("transfer()", transfer)
@@ -192,12 +247,27 @@ class WorkerObserver:
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Record an event, like `HostObserver.event`."""
+        """Record an event.
+
+        Args:
+            level: «debug», «info», «warning», «error» or «critical».
+            name: What kind of event it is, such as «client.failed».
+            message: One sentence for people.
+            node: The node that it is about; by default the open client.
+            data: More about it, as plain JSON values.
+        """
         worker_run = self._worker_run()
         worker_run.guard("event()", lambda: worker_run.clients.event(level, name, message, node, data))
 
     def tell_layers(self, node: AnyName, family: str, matrix: Any, table: LayerTable) -> None:
-        """Record statistics that a host computed of a node's layers, [layers, columns]."""
+        """Record statistics that a host computed of a node's layers.
+
+        Args:
+            node: The node.
+            family: The family of the statistics, such as «update» (docs/metrics.md).
+            matrix: The numbers, [layers, columns].
+            table: The names and shapes of the layers.
+        """
         worker_run = self._worker_run()
         results = Results(matrices=[(family, np.asarray(matrix), None)], tables={table.rows: table.digest})
 
@@ -208,10 +278,14 @@ class WorkerObserver:
         worker_run.guard("tell_layers()", tell)
 
     def payload(self, most: int | None = None) -> bytes:
-        """Return what was recorded in this process since the last call, for `HostObserver.absorb`.
+        """Return what was recorded in this process since the last call, for `monitor.host.absorb` in the parent.
 
-        `most`: the maximum size in bytes. The payload is then self-contained, including layer names, as the last one
-        may be lost.
+        Args:
+            most: The largest size in bytes; None: no limit. With a limit, each payload is complete in itself, including
+                the names of layers, because an earlier one may have been lost.
+
+        Returns:
+            The records, encoded as bytes.
         """
         worker_run = self._worker_run()
         if most is not None:
@@ -219,17 +293,38 @@ class WorkerObserver:
         return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
     def restrict(self, level: int) -> None:
-        """Apply at most this privacy level to everything recorded until the next `payload`."""
+        """Apply at most this privacy level to everything recorded until the next `payload`.
+
+        Args:
+            level: The privacy level, from 0 to 4.
+        """
         self._worker_run().buffer.restrict(level)
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
-        """Return the same observer for clients of the round in which `HostObserver.headers` were created."""
+        """Return an observer for clients of another round: that in which the server created these headers.
+
+        Args:
+            headers: What `monitor.host.headers(node)` returned.
+
+        Returns:
+            An observer like this one, of that round.
+        """
         scope = arrived(headers, lambda _: None, run=self.run)
         return replace(self, round=scope.round, trace=scope.trace, span=scope.span)
 
     @contextlib.contextmanager
     def watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
-        """Context in which the model of a client trains that was opened without it."""
+        """Watch the model of a client that was opened without it.
+
+        Args:
+            node: The client, which is open.
+            model: The module that trains.
+            data: The client's own samples, as in `client`.
+            loss: The loss function, as in `client`.
+
+        Returns:
+            A context manager around the training, which gives this observer.
+        """
         worker_run = self._worker_run()
         worker_run.guard("watching a client", worker_run.kit.prepare)
         with worker_run.clients.watching(node, model, data, loss):

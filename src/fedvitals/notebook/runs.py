@@ -107,8 +107,14 @@ class Runs:
         pass
 
     def table(self, *, as_: str = AUTO) -> Any:
-        """Return one row per run: name, id, host, state, started (seconds since the epoch), rounds, clients, accuracy,
-        loss, findings. `as_`: see `StoredRun.metrics`.
+        """Return one row per run, the newest first.
+
+        Args:
+            as_: «pandas», «arrow», «columns», or «auto», as in `StoredRun.metrics`.
+
+        Returns:
+            A table with the columns name, id, host, state, started (seconds since the epoch), rounds, clients,
+            accuracy, loss and findings.
         """
         summaries, states = self._summaries()
         names = ("name", "id", "host", "started", "rounds", "clients", "accuracy", "loss", "findings")
@@ -178,13 +184,23 @@ class StoredRun:
         rounds: int | range | None = None,
         as_: str = AUTO,
     ) -> Any:
-        """Return metrics as a long table: round, node, name, value.
+        """Return metrics as a long table with one row per metric, node and round.
 
-        `names`: of metrics, by default all (see `metric_names`). `nodes`: one or several of «server», «c7», ..., where
-        None inside a list is the federation as a whole; by default all. `rounds`: one, or a `range`, whose end is not
-        in it. Of what was measured several times in a round, the newest counts. A value of NaN was measured as such;
-        what was not measured has no row. `as_`: «pandas», «arrow», «columns» (a dictionary of lists), or «auto»: the
-        first of these that is installed. Raises ConfigError for a metric or node that the run does not have.
+        Of what was measured several times in a round, the newest counts. A value of NaN was measured as such; what was
+        not measured has no row.
+
+        Args:
+            names: The names of metrics; without any, all that the run has (see `metric_names`).
+            nodes: One name or several, such as «server» or ["c7", "c8"]; None inside a list is the federation as a
+                whole. By default all.
+            rounds: One round, or a `range`, whose end is excluded; by default all.
+            as_: «pandas», «arrow», «columns» (a dictionary of lists), or «auto»: the first of these that is installed.
+
+        Returns:
+            A table with the columns round, node, name and value.
+
+        Raises:
+            ConfigError: The run has no such metric or node; the message lists those it has.
         """
         return self._table(lambda reader: self._metrics(reader, names, nodes, rounds), as_)
 
@@ -204,12 +220,23 @@ class StoredRun:
         rounds: int | range | None = None,
         as_: str = AUTO,
     ) -> Any:
-        """Return layer statistics as a table: round, node, layer, and a column for each statistic.
+        """Return layer statistics as a table with one row per round, node and layer.
 
-        `family`: «gradient», «weight», «update», «activation», ... `statistics`: such as «mean», «std», «l2»,
-        «sparsity»; by default all of the family. `nodes`, `rounds` and `as_`: as in `metrics`; a node of None is the
-        federation as a whole, where that was recorded. Statistics of single steps are left out. Raises ConfigError for
-        what the run does not have.
+        Statistics of single steps are left out.
+
+        Args:
+            family: «gradient», «weight», «update», «activation», or another family of docs/metrics.md.
+            statistics: Such as «mean», «std», «l2» or «sparsity»; without any, all of the family.
+            nodes: One name or several, as in `metrics`; None inside a list is the federation as a whole, where that was
+                recorded.
+            rounds: One round, or a `range`, whose end is excluded; by default all.
+            as_: «pandas», «arrow», «columns» or «auto», as in `metrics`.
+
+        Returns:
+            A table with the columns round, node and layer, and one for each statistic.
+
+        Raises:
+            ConfigError: The run has no such family, statistic or node; the message lists those it has.
         """
         return self._table(lambda reader: self._layers(reader, family, statistics, nodes, rounds), as_)
 
@@ -230,21 +257,39 @@ class StoredRun:
     def findings(self, *, notes: bool = False, as_: str = AUTO) -> Any:
         """Return what the detectors found, each problem once, worst first.
 
-        Columns: severity, issue, title, node, group, layer, since and last (rounds), still_there, confidence, message,
-        and follows_from, the issue and place of the problem that this one is a consequence of. `notes`: also what never
-        was more than a note. `as_`: see `metrics`. An empty table is no all-clear: `verdict` says who looked, at what.
+        An empty table is no all-clear: `verdict` says what was examined.
+
+        Args:
+            notes: Whether to include problems that were never more than a note.
+            as_: «pandas», «arrow», «columns» or «auto», as in `metrics`.
+
+        Returns:
+            A table with the columns severity, issue, title, node, group, layer, since and last (rounds), still_there,
+            confidence, message, and follows_from, the issue and place of the problem that this one is a consequence of.
         """
         return self._table(lambda reader: case_columns(cases_of(reader, self.id, notes=notes)), as_)
 
     def rounds(self, *, as_: str = AUTO) -> Any:
-        """Return one row per round: round, accuracy, loss, seconds. Each is the federation's own, else the server's,
-        else that of the median client.
+        """Return one row per round.
+
+        Args:
+            as_: «pandas», «arrow», «columns» or «auto», as in `metrics`.
+
+        Returns:
+            A table with the columns round, accuracy, loss and seconds. Each value is the federation's own, else the
+            server's, else that of the median client.
         """
         return self._table(lambda reader: round_columns(reader.history(self.id)), as_)
 
     def clients(self, *, as_: str = AUTO) -> Any:
-        """Return one row per client: node, label, rounds (how many it took part in), last (the newest of these), and
-        findings (problems that are its own).
+        """Return one row per client.
+
+        Args:
+            as_: «pandas», «arrow», «columns» or «auto», as in `metrics`.
+
+        Returns:
+            A table with the columns node, label, rounds (how many it took part in), last (the newest of these), and
+            findings (how many problems are its own).
         """
         return self._table(self._clients, as_)
 

@@ -29,13 +29,12 @@ IMAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are functions
-    """A probe: how far a model is from its linearisation at the client's samples.
+    """A probe: how far a model is from its linearisation at the client's samples, as the metric `nonlinearity.nlc`.
+
+    That is 1 for a linear map. With fewer than two samples nothing is measured.
 
     Args:
         images: The number of the client's samples to measure on, or «all».
-
-    Returns:
-        The probe.
     """
 
     images: int | str = IMAGES

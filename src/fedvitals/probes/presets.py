@@ -52,9 +52,9 @@ class Planned:
         probe: A function of a `View` that returns numbers by name.
         when: A schedule, such as `fv.every(5)`.
         each: Whether to store every measurement, not only what they merge to.
-        percent: The share of the training's work that a probe may take that runs when the scope closes; clients take
-            turns.
-        rounds: It runs in one of so many rounds.
+        percent: For a probe that runs when the scope closes: the share of the training's work that it may take.
+            Clients take turns.
+        rounds: The interval in rounds between two measurements; 1: in each round.
         floor_rounds: With `percent`: each client is measured at least once in this many rounds, at any cost.
     """
 
@@ -90,8 +90,8 @@ class Preset:
         brief: Whether to measure only the norm of a client's weights and update, and the cosine to the others.
         difference_each_step: Whether to measure how far the weights have moved at every step.
         fit_floor_rounds: Each client's fit is measured at least once in this many rounds, at any cost.
-        training_losses: In every so many rounds, measure losses by class of the samples that a client trains on; 0:
-            never.
+        training_losses: The interval in rounds at which losses by class are measured of the samples that a client
+            trains on; 0: never.
     """
 
     name: str

@@ -40,7 +40,10 @@ MOST_OUTPUTS = 4096  # of a model whose last layer is used for the estimate: 128
 
 @dataclass(frozen=True, slots=True)
 class scale:  # noqa: N801 - reads as its sibling probes, which are functions
-    """A probe: the gradient scale coefficient and the sensitivity of a model's layers (docs/guide/gradient_scale.md).
+    """A probe: how strongly a model's output responds to its input (docs/guide/gradient_scale.md).
+
+    Per client it gives the metrics `scale.gsc`, the gradient scale coefficient, and `scale.sensitivity`, each as the
+    mean over the samples, with median, spread and standard error; and `scale.images`, the number of samples.
 
     Args:
         images: The number of the client's samples to measure on; «all»: as in the paper.

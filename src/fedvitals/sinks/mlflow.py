@@ -29,8 +29,9 @@ DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
 class MLflow(Sink):
-    """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag. A
-    run that was logged there before is continued.
+    """A sink that logs to MLflow: metrics per round, settings as parameters, layer histograms as JSON artifacts.
+
+    The run's id becomes a tag; a run that was logged there before is continued.
 
     Args:
         uri: The address of a tracking server or database; by default MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`
@@ -38,7 +39,7 @@ class MLflow(Sink):
         experiment: The experiment that runs are logged to.
         nodes: How many clients get curves of their own, or which ones.
         layers_of: Nodes whose layers are shown, beside those of the whole round.
-        store: The store, named in the run's description.
+        store: The file or address of the store, to be mentioned in the run's description.
     """
 
     name = "mlflow"

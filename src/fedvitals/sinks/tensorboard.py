@@ -61,13 +61,13 @@ class _File:
 
 
 class TensorBoard(Sink):
-    """Writes scalars per round, layer histograms, and findings as text.
+    """A sink that writes event files for TensorBoard: scalars per round, layer histograms, and findings as text.
 
     Args:
         folder: Where the event files go, a subfolder for each run.
         nodes: How many clients get curves of their own, or which ones.
         layers_of: Nodes whose layers are shown, beside those of the whole round.
-        store: The store, named in the run's description.
+        store: The file or address of the store, to be mentioned in the run's description.
     """
 
     name = "tensorboard"

@@ -36,7 +36,9 @@ SETTINGS: dict[str, Any] = {
 
 
 class WeightsAndBiases(Sink):
-    """Logs scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
+    """A sink that logs to Weights & Biases: scalars and histograms over rounds, and the configuration.
+
+    The run's id becomes a tag, and is in the notes.
 
     Args:
         project: The project that runs are logged to.
@@ -45,7 +47,7 @@ class WeightsAndBiases(Sink):
         entity: The user or team at W&B.
         nodes: How many clients get curves of their own, or which ones.
         layers_of: Nodes whose layers are shown, beside those of the whole round.
-        store: The store, named in the run's description.
+        store: The file or address of the store, to be mentioned in the run's description.
     """
 
     name = "wandb"

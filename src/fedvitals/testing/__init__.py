@@ -6,8 +6,8 @@ raises an AssertionError that describes it. Needs no test framework.
 """
 
 from fedvitals.testing.host_contract import HostDriver, check_host
+from fedvitals.testing.memory_sink import MemorySink
 from fedvitals.testing.plugin_contracts import (
-    MemorySink,
     check_detector,
     check_probe,
     check_sink,

@@ -29,23 +29,31 @@ PASSED = "passed"
 
 
 class HostDriver(Protocol):
-    """Lets a host run scripted federations.
+    """What `check_host` needs of a host: write a class with these two attributes and two methods.
 
-    `name`: the host's, as the store has it. `cannot`: checks for which the host has no such thing, each with the
-    reason, which the result of `check_host` shows.
+    `name`: the name of the host, as the store has it. `cannot`: the checks that make no sense for the host, each with
+    the reason, which the result of `check_host` repeats.
     """
 
     name: str
     cannot: Mapping[str, str]
 
     def client_names(self, count: int) -> Sequence[str]:
-        """Return the names by which the host's server will know so many clients."""
+        """Return the names by which the host's server will know the clients.
+
+        Args:
+            count: The number of clients.
+        """
         ...
 
     def run(self, federation: ScriptedFederation, store: Path) -> None:
-        """Run a federation to its end, monitored, with its records in `store`.
+        """Run a federation to its end, monitored.
 
-        The server calls `federation.in_round` once inside of each round and `federation.at_end` after the last one.
+        The server calls `federation.in_round` once inside each round and `federation.at_end` after the last one.
+
+        Args:
+            federation: What happens in which round.
+            store: The file in which the records are stored.
         """
         ...
 
@@ -78,9 +86,16 @@ class StoredFederation:
 
 
 def check_host(driver: HostDriver) -> dict[str, str]:
-    """Let a host run three small federations into one store, and check the store's content.
+    """Let a host run three small federations that write to one store, and check what the store then holds.
 
-    Returns for each check «passed», or why it was skipped; raises an AssertionError that names all failed checks.
+    Args:
+        driver: Starts the host's federations.
+
+    Returns:
+        For each check «passed», or why it was left out.
+
+    Raises:
+        AssertionError: Checks have failed; the message lists every problem.
     """
     for name in driver.cannot:
         if name not in CHECKS or name == "identity":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sink in memory, a tiny federation, and checks of the contracts of probes, sinks, detectors and topologies."""
+"""A tiny federation, and checks of the contracts of probes, sinks, detectors and topologies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.measurements import stamped
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.view import View
-from fedvitals.protocols import Detector, NullObserver, Probe, RecordWriter, Sink, name_of
+from fedvitals.protocols import Detector, NullObserver, Probe, RecordWriter, name_of
 from fedvitals.records import (
     Action,
     Event,
@@ -43,66 +43,8 @@ from fedvitals.records import (
 )
 from fedvitals.stats import FAMILIES, empty_sums
 from fedvitals.store import MemoryStore
+from fedvitals.testing.memory_sink import MemorySink
 from fedvitals.transport.sink_adapter import as_sink
-
-Kind = TypeVar("Kind", bound=Record)
-
-
-class MemorySink(Sink):
-    """Keeps every record in a list, and finds single ones: `sink.value("loss", node="c1", round=2)`."""
-
-    name = "memory"
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.closed = 0
-
-    def write(self, records: Sequence[Record], /) -> None:
-        self.records += records
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
-        """Return the records of a type, by name (or family) and coordinates, in order of arrival."""
-        records: list[Kind] = []
-        for record in self.records:
-            if not isinstance(record, kind):
-                continue
-            own = getattr(record, "name", getattr(record, "family", getattr(record, "issue", None)))
-            place = getattr(record, "where", None)
-            if name in (None, own) and all(getattr(place, key) == value for key, value in where.items()):
-                records.append(record)
-        return records
-
-    def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
-        """Return the metrics with a name, or all, at the given coordinates."""
-        return self.of(Metric, name, **where)
-
-    def value(self, name: str, **where: Any) -> float:
-        """Return the one metric with that name there; raises an error that lists what exists if there is not exactly
-        one.
-        """
-        return _only(self.metrics(name, **where), name, where).value
-
-    def layers(self, family: str, **where: Any) -> LayerStats:
-        """Return the one layer matrix of that family there; `step` is None (merged over the steps) unless given."""
-        where.setdefault("step", None)
-        return _only(self.of(LayerStats, family, **where), family, where)
-
-    def events(self, name: str | None = None, **where: Any) -> list[Event]:
-        """Return the events with a name, or all, at the given coordinates."""
-        return self.of(Event, name, **where)
-
-    def names(self) -> set[str]:
-        """Return every metric name seen."""
-        return {metric.name for metric in self.metrics()}
-
-    def table(self, digest: str) -> LayerTable:
-        """Return the layer table that a LayerStats record refers to."""
-        tables = [table for run in self.of(Run) for table in run.tables if table.digest == digest]
-        _require(tables, f"No run record describes the layer table {digest}.")
-        return tables[-1]
 
 
 def tiny_run(
@@ -114,10 +56,20 @@ def tiny_run(
     seed: int = 0,
     **settings: Any,
 ) -> Monitor:
-    """Run a federation of well under two seconds, monitored to its end, and return its monitor.
+    """Run a federation of well under two seconds, monitored to its end.
 
-    `settings` are those of `Monitor`. An MLP learns three classes of eight synthetic features, by plain averaging.
-    Clients are «c0», «c1», ...
+    An MLP learns three classes of eight synthetic features, by plain averaging. Clients are «c0», «c1», ...
+
+    Args:
+        store: The file of the store; None: records go to the sinks alone.
+        clients: The number of clients.
+        rounds: The number of rounds.
+        steps: The local steps of a client in a round.
+        seed: The seed of the data and the model.
+        settings: Settings of `fv.Monitor`, such as `sinks` and `probes`.
+
+    Returns:
+        The monitor, closed; its `run` is the run.
     """
     stream = torch.Generator().manual_seed(seed)
     centres = torch.randn(3, 8, generator=stream)
@@ -139,9 +91,14 @@ def tiny_run(
 
 
 def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]] | None = None) -> None:
-    """A probe gives numbers by name, the same each time, and leaves the model and all random streams as they were.
+    """Check that a probe gives numbers by name, the same each time, and leaves the model and random streams unchanged.
 
-    `models` are triples (model, inputs, labels) whose gradients the check makes; without them, an MLP is used.
+    Args:
+        probe: The probe.
+        models: Triples (model, inputs, labels), whose gradients the check computes; without them, an MLP is used.
+
+    Raises:
+        AssertionError: The probe breaks its contract, and how.
     """
     _require(callable(probe), f"A probe is a function of a View, got {probe!r}.")
     if models is None:
@@ -163,7 +120,14 @@ def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]]
 
 
 def check_sink(make_sink: Callable[[], RecordWriter]) -> None:
-    """A sink takes every kind of record, in any batch size, twice, from a thread that did not make it, and closes."""
+    """Check that a sink takes every kind of record, in batches of any size, twice, from another thread, and closes.
+
+    Args:
+        make_sink: A function without arguments that makes a new sink.
+
+    Raises:
+        AssertionError: The sink breaks its contract, and how.
+    """
     sink = make_sink()
     _require(isinstance(sink, RecordWriter), f"A sink has write(records), {type(sink).__name__} has not.")
     examples = examples_of_records()
@@ -191,7 +155,14 @@ def check_sink(make_sink: Callable[[], RecordWriter]) -> None:
 
 
 def check_detector(detector: Detector) -> None:
-    """A detector is pure: silent without history, the same twice, and its findings are well formed."""
+    """Check that a detector is pure: silent without history, the same twice, and with well-formed findings.
+
+    Args:
+        detector: The detector.
+
+    Raises:
+        AssertionError: The detector breaks its contract, and how.
+    """
     _require(callable(detector), f"A detector is a function (history, round), got {detector!r}.")
     findings = list(detector(MemoryStore().history("nothing"), 0))
     _require(not findings, f"{name_of(detector)} finds something in a run without records: {findings}")
@@ -209,10 +180,16 @@ def check_detector(detector: Detector) -> None:
 
 
 def check_topology(topology: Any) -> None:
-    """A topology of the lab gives a model in every round, the same each time, no matter who takes part or fails.
+    """Check that a topology of the lab gives a model in every round, the same each time, whoever takes part or fails.
 
     Twelve clients learn three synthetic classes, on a network if the topology requires one. A single client may be
     refused, with a ConfigError that says why.
+
+    Args:
+        topology: The topology, an object with `check(experiment)` and `round(federation)`.
+
+    Raises:
+        AssertionError: The topology breaks its contract, and how.
     """
     name, watched, half = type(topology).__name__, _Traffic(), _Traffic()
     for method in ("check", "round"):
@@ -250,7 +227,11 @@ def check_topology(topology: Any) -> None:
 
 
 def examples_of_records(run: str = "example") -> list[Record]:
-    """One record of each kind, with all the awkward values that are legal: NaN, infinity, None, any script."""
+    """Return one record of each kind, with all the awkward values that are legal: NaN, infinity, None, any script.
+
+    Args:
+        run: The id of the run that they belong to.
+    """
     where, at = Where(run, 1, "c7", 3, None, "edge-2"), 1.7e9
     table = LayerTable("parameter", (Layer("fc.weight", (3, 8), "float32"), Layer("fc.bias", (3,), "float32")))
     matrix = empty_sums(2)
@@ -386,11 +367,6 @@ def _lab_run(experiment: lab.Experiment, observer: NullObserver | None = None, *
 def _same(a: Any, b: Any) -> bool:
     first, second = (np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b))
     return np.array_equal(first, second, equal_nan=True)
-
-
-def _only(records: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
-    _require(len(records) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(records)}: {records[:3]}")
-    return records[0]
 
 
 def _require(condition: object, message: str) -> None:

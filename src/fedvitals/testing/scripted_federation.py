@@ -36,17 +36,24 @@ WAIT_SECONDS = 60.0  # for which a client waits for a round at most
 
 
 class ScriptedError(Exception):
-    """The error of a client that is scripted to fail."""
+    """Raised by `ScriptedFederation.train` for a client that is scripted to fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFederation:
-    """What happens in which round, counted from 0. `clients`: the names by which the host's server knows them.
+    """What happens in which round of a small federation; `check_host` passes it to a host.
 
-    `troubles`: (round, client, trouble): a client that fails raises while it trains; the answer of a late client
-    arrives after the round; that of a lost one never arrives. `liar`: the client that sends forged telemetry. `slow`:
-    the client that is asked in the first round, while the others continue, and whose answer is used in the last round.
-    `forks_in`: the round in which the server's process forks. `folder`: where notes are written.
+    Args:
+        name: The name of the federation, and of its run.
+        clients: The names by which the host's server knows the clients.
+        rounds: The number of rounds, which are counted from 0.
+        folder: Where its processes write notes, by which `check_host` learns what happened.
+        troubles: Tuples (round, client, trouble): a client that «fails» raises while it trains, the answer of a «late»
+            one arrives after the round, and that of a «lost» one never arrives.
+        liar: The client that sends forged telemetry.
+        slow: The client that is asked in the first round, while the others continue, and whose answer is used in the
+            last round.
+        forks_in: The round in which the server's process forks.
     """
 
     name: str
@@ -64,7 +71,11 @@ class ScriptedFederation:
 
     @classmethod
     def from_json(cls, text: str) -> ScriptedFederation:
-        """Return the federation that `to_json` wrote."""
+        """Return the federation that `to_json` wrote.
+
+        Args:
+            text: What `to_json` returned.
+        """
         fields = json.loads(text)
         troubles = tuple((round_index, node, trouble) for round_index, node, trouble in fields["troubles"])
         return cls(**{**fields, "clients": tuple(fields["clients"]), "troubles": troubles})
@@ -72,11 +83,28 @@ class ScriptedFederation:
     # -- for the clients ----------------------------------------------------------------------------------------------
 
     def trouble(self, round_index: int, node: str) -> Trouble | None:
-        """Return what is wrong with a client in a round; None if it answers in time."""
+        """Return what goes wrong with a client in a round: «fails», «late», «lost», or None.
+
+        Args:
+            round_index: The round.
+            node: The client.
+        """
         return next((trouble for at, who, trouble in self.troubles if (at, who) == (round_index, node)), None)
 
     def train(self, round_index: int, node: str, weights: Weights) -> dict[str, npt.NDArray[Any]]:
-        """Return a client's weights after its training. Raises a ScriptedError if the client is scripted to fail."""
+        """Return a client's weights after its training.
+
+        Args:
+            round_index: The round.
+            node: The client.
+            weights: The weights that the client was sent, arrays by name.
+
+        Returns:
+            The trained weights, arrays by name.
+
+        Raises:
+            ScriptedError: The client is scripted to fail in this round.
+        """
         if self.trouble(round_index, node) == "fails":
             raise ScriptedError(f"{node} fails in round {round_index}, as it is to")
         stream = np.random.default_rng([self.clients.index(node), round_index])
@@ -84,7 +112,13 @@ class ScriptedFederation:
         return {name: (values + RATE * (target[name] - values)).astype(np.float32) for name, values in weights.items()}
 
     def telemetry(self, round_index: int, node: str, payload: bytes) -> bytes:
-        """Return what a client sends as its telemetry: its payload unchanged, or forged if the client lies."""
+        """Return what a client sends as its telemetry: its payload unchanged, or a forged one if the client lies.
+
+        Args:
+            round_index: The round.
+            node: The client.
+            payload: What its `worker.payload()` returned.
+        """
         if node != self.liar or not payload:
             return payload
         other = next(name for name in self.clients if name != node)
@@ -103,9 +137,16 @@ class ScriptedFederation:
         return encode([*own, *forged])
 
     def answers(self, round_index: int, node: str) -> bool:
-        """Wait until a client's answer to a round is due, and return True; False if it never is.
+        """Wait until a client's answer to a round is due.
 
-        For clients with a thread or a process of their own. Others look at `trouble` and `slow` themselves.
+        For clients with a thread or a process of their own; others look at `trouble` and `slow` themselves.
+
+        Args:
+            round_index: The round.
+            node: The client.
+
+        Returns:
+            True when the answer is due; False if the client must never answer.
         """
         trouble = self.trouble(round_index, node)
         if trouble == "late":
@@ -123,24 +164,36 @@ class ScriptedFederation:
     # -- for the server -----------------------------------------------------------------------------------------------
 
     def model(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the weights that the federation begins with."""
+        """Return the weights that the federation begins with, arrays by name."""
         stream = np.random.default_rng(0)
         return {name: stream.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
     def average(self, weights: Iterable[Weights]) -> dict[str, npt.NDArray[Any]]:
-        """Return the mean of the clients' weights."""
+        """Return the mean of the clients' weights, arrays by name.
+
+        Args:
+            weights: What each client has trained.
+        """
         every = [*weights]
         return {name: np.stack([own[name] for own in every]).mean(0, dtype=np.float32) for name in every[0]}
 
     def took(self, round_index: int, node: str) -> None:
-        """Note that the server used a client's answer in its model; for `slow`."""
+        """Note that the server has used a client's answer in its model.
+
+        Args:
+            round_index: The round.
+            node: The client.
+        """
         self.note("took", round=round_index, node=node)
 
     def in_round(self, round_index: int, close: Callable[[], None]) -> None:
-        """Call this in each round, in the process of the server, as soon as the round has begun.
+        """Say that a round has begun; the server's process calls this in each round.
 
-        `close`: ends the monitoring. If the script says so, the process forks; its child logs a line, closes, as at an
-        exit, and ends.
+        If the script says so, the process forks here; the child logs a line, calls `close`, and ends.
+
+        Args:
+            round_index: The round.
+            close: Ends the monitoring, such as `monitor.close`.
         """
         self.note("round", round=round_index)
         if round_index != self.forks_in or not hasattr(os, "fork"):
@@ -157,7 +210,11 @@ class ScriptedFederation:
         self.note("forked", outcome=_outcome_of(child))
 
     def at_end(self, close: Callable[[], None]) -> None:
-        """Call this after the last round, in the server's process: it closes twice, and notes the result."""
+        """Say that the last round is over; the server's process calls this. It closes twice, and notes the result.
+
+        Args:
+            close: Ends the monitoring, such as `monitor.close`.
+        """
         try:
             close()
             close()
@@ -169,12 +226,21 @@ class ScriptedFederation:
     # -- notes --------------------------------------------------------------------------------------------------------
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Add a note, from any process."""
+        """Add a note to the federation's folder, from any process.
+
+        Args:
+            kind: What is noted, such as «round».
+            fields: Plain values that belong to it.
+        """
         with (Path(self.folder) / f"{self.name}.notes").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
-        """Return the notes of a kind, in the order in which they were made."""
+        """Return the notes of a kind, in the order in which they were made.
+
+        Args:
+            kind: What was noted, such as «round».
+        """
         file = Path(self.folder) / f"{self.name}.notes"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         return [note for note in map(json.loads, lines) if note["kind"] == kind]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the model of a what-if on the experiment's own test samples, and compares it with the run's model.
 
-Possible if the tape contains the experiment and this machine has its data. The error comes from the number of samples:
-the standard deviation of a sample's score over its square root; for the difference, the samples are the same for both.
+Possible if the tape contains the experiment and this machine has its data in the usual places: a tape of others must
+not choose which files are read. The error comes from the number of samples: the standard deviation of a sample's score
+over its square root; for the difference, the samples are the same for both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from fedvitals.views.memo import remembered
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fedvitals.lab.experiment import Experiment
 
 MOST = 4e9  # the most weights times samples that a page computes: about a second
 
@@ -62,13 +65,24 @@ def _standard_error(scores: Tensor) -> float:
 
 
 def _engine(text: str) -> Any:
-    """Return an engine over the experiment's data; None if testing would keep the user waiting."""
+    """Return an engine over the experiment's data; None if testing would keep the user waiting, or read other files."""
     from fedvitals.lab import read  # noqa: PLC0415 - needs torch
     from fedvitals.lab.engines.engine import Engine  # noqa: PLC0415
     from fedvitals.lab.run import prepare_site  # noqa: PLC0415
 
-    site = prepare_site(read(text))
+    experiment = read(text)
+    if _chooses_files(experiment) or getattr(experiment.model, "pretraining", None) is not None:
+        return None
+    site = prepare_site(experiment)
     samples = len(site.dataset.test_y)
     if site.home is not None or samples < 2 or samples * site.layout.size > MOST:
         return None
     return Engine(site, "auto", 1)
+
+
+def _chooses_files(experiment: Experiment) -> bool:
+    """Return whether the experiment names files of its own: a page must not read what somebody's tape names."""
+    from fedvitals.lab.data.text import Text  # noqa: PLC0415 - needs torch
+
+    data = experiment.dataset
+    return isinstance(data, Text) and (data.folder, data.pattern) != (None, Text().pattern)

@@ -7,7 +7,7 @@ If the tape lacks some of a round's updates, the answer says so, with the comman
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.dashboard.pages.predicted_accuracy import PredictedScore, predicted_score
@@ -98,9 +98,19 @@ class WhatIf:
 
 
 def what_if(
-    reader: Reader, store: Target, run: str, number: int, drop: Sequence[str] = (), rule: str = RECORDED
+    reader: Reader,
+    store: Target,
+    run: str,
+    number: int,
+    drop: Sequence[str] = (),
+    rule: str = RECORDED,
+    *,
+    scored: bool = True,
 ) -> WhatIf:
-    """Compute a round's step without some clients, or by another rule, and compare it with the recorded one."""
+    """Compute a round's step without some clients, or by another rule, and compare it with the recorded one.
+
+    `scored`: whether to test the models on the experiment's own data, which do not lie in the store.
+    """
     index = opened(reader, store, run)
     place = index.place(number)
     command = what_if_command(run, store, number, drop, rule)
@@ -112,11 +122,12 @@ def what_if(
     try:
         entry = index.tape.entry(number)
         updates = updates_of(reader, run, index, entry)
-        return _compared(reader, run, index, entry, updates, (drop, rule, command))
+        compared, models = _compared(run, index, entry, updates, (drop, rule, command))
     except FedvitalsError as error:
         if isinstance(error, ConfigError):
             raise
         return _not_ready(run, number, str(error), command, drop, rule)
+    return replace(compared, score=predicted_score(reader, run, index, *models)) if scored else compared
 
 
 def updates_of(reader: Reader, run: str, index: Opened, entry: RoundEntry) -> Updates:
@@ -169,8 +180,9 @@ def flat(tensors: Any) -> Tensor:
 
 
 def _compared(
-    reader: Reader, run: str, index: Opened, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
-) -> WhatIf:
+    run: str, index: Opened, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
+) -> tuple[WhatIf, tuple[Tensor, Tensor]]:
+    """Return the comparison, and the recorded and the hypothetical model."""
     drop, rule, command = asked
     tape = index.tape
     if set(updates.start_of) != {"model"}:
@@ -193,13 +205,14 @@ def _compared(
         layers.append(ChangedLayer(name, *_numbers(mine, yours)))
     if any(came.group is not None for came in entry.came):
         notes.append("Here all updates are put together at once; the run itself did so in groups.")
-    return WhatIf(
+    compared = WhatIf(
         run, entry.round, True, "", command, rule, RULES, type(own).__name__, tuple(drop), len(keep),
         len(updates.nodes), "the mean of all" if after is None else "the recorded step",
         _is_recorded(updates, all_of_them, entry), whole[0], whole[1], whole[2],
         None if not whole[0] or whole[2] is None else whole[2] / whole[0], whole[3], tuple(layers[:LAYERS]),
-        tuple(notes), predicted_score(reader, run, index, model, changed),
+        tuple(notes),
     )  # fmt: skip
+    return compared, (model, changed)
 
 
 def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any], list[str]]:

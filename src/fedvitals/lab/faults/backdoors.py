@@ -48,7 +48,7 @@ class Backdoor(Fault, frozen=True):
     Args:
         share: The share of its samples that carries the trigger.
         target: The label that these samples get.
-        size: The patch has `size` × `size` pixels, or so many features.
+        size: The side of the patch in pixels; of a vector, the number of features.
         value: The number that these pixels or features are set to.
     """
 
@@ -94,7 +94,7 @@ class DistributedBackdoor(Backdoor, frozen=True):
     Args:
         share: The share of its samples that carries the trigger.
         target: The label that these samples get.
-        size: The patch has `size` × `size` pixels, or so many features.
+        size: The side of the patch in pixels; of a vector, the number of features.
         value: The number that these pixels or features are set to.
         part: Which piece the node has; by default its place among the nodes.
     """
@@ -195,7 +195,7 @@ class Neurotoxin(Backdoor, frozen=True):
     Args:
         share: The share of its samples that carries the trigger.
         target: The label that these samples get.
-        size: The patch has `size` × `size` pixels, or so many features.
+        size: The side of the patch in pixels; of a vector, the number of features.
         value: The number that these pixels or features are set to.
         top: The share of the weights that is left alone.
     """
@@ -225,7 +225,7 @@ class ModelReplacement(Backdoor, frozen=True):
     Args:
         share: The share of its samples that carries the trigger.
         target: The label that these samples get.
-        size: The patch has `size` × `size` pixels, or so many features.
+        size: The side of the patch in pixels; of a vector, the number of features.
         value: The number that these pixels or features are set to.
         factor: What the update is multiplied by; None: n / η, where n is the inverse of the attackers' share of all
             samples and η the server's learning rate.

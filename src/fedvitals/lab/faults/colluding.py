@@ -105,8 +105,10 @@ class OptimalInnerProduct(_OptimalAttack, frozen=True):
 
 
 class Mimic(Fault, frozen=True):
-    """Colluding attackers who give one honest client more weight: all send the update of the same one. Karimireddy, He
-    and Jaggi 2022. Nothing in it is wrong, but with different data the model drifts to that client's.
+    """Colluding attackers who give one honest client more weight: all of them send that client's update.
+
+    Karimireddy, He and Jaggi 2022. The update is a correct one, but if clients' data differ, the model drifts towards
+    that client's.
 
     Args:
         victim: The index of that client among the honest clients of the round.

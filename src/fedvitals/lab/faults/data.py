@@ -130,7 +130,7 @@ class InputNoise(Fault, frozen=True):
 
 
 class InputScale(Fault, frozen=True):
-    """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1.
+    """A client whose inputs are not normalised, such as pixels from 0 to 255 instead of 0 to 1.
 
     Args:
         factor: The number that every input is multiplied by.

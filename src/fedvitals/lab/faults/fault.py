@@ -77,9 +77,9 @@ class Fault(Description, frozen=True, kw_only=True):
         nodes: The names of the nodes that it affects, or "all".
         since: The first round.
         until: The last round; None: to the end.
-        every: It acts in one of so many rounds, the first of them `since`; None: in all.
-        ramp: Its strength grows linearly over so many rounds: in round `since` it is 1/ramp of the whole, and whole
-            from round `since` + `ramp` − 1 on.
+        every: Its interval in rounds: with 3, it acts in rounds `since`, `since` + 3, and so on; None: in each round.
+        ramp: The number of rounds over which its strength grows linearly: 1/ramp of the full strength in round `since`,
+            the full strength from round `since` + `ramp` − 1 on; None: the full strength at once.
     """
 
     nodes: tuple[str, ...] | str

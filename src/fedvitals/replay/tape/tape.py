@@ -91,7 +91,7 @@ class Tape(Sink):
 
         Args:
             nodes: The clients; None: all of them.
-            rounds: Gradients are written in one of so many rounds.
+            rounds: The interval in rounds at which gradients are written; 1: in each round.
             steps: At which steps: a schedule, such as `fv.every(5)`.
 
         Returns:

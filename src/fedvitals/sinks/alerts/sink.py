@@ -42,17 +42,17 @@ CLOSE_SECONDS = 5.0
 
 
 class Alerts(Sink):
-    """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
+    """A sink that notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
     Undelivered alerts wait in `folder` and are retried. Without a folder they are kept in memory, and lost at a
     restart.
 
     Args:
-        config: Path of an alerts.toml with rules and channels; or leave it out and pass `rules` and `channels`.
+        config: Path of an alerts.toml with rules and channels; those of `rules` and `channels` are added to them.
         rules: Rules as text («accuracy < 0.8 for 5 rounds»), as tables, or made by `fv.sinks.rule`.
         channels: Where alerts go: `fv.sinks.File`, `Command`, `Webhook`, `Email`.
-        group: Whether several alerts that wait may be sent as one message.
-        folder: Where undelivered alerts wait; by default beside the store, else beside the file.
+        group: Whether several alerts that wait may be sent as one message; with `config`, the file decides.
+        folder: Where undelivered alerts wait; by default beside the store or, without one, beside `config`.
         families: The family of each issue, for rules such as «finding in client»; the monitor passes it.
     """
 

@@ -63,8 +63,9 @@ SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
 
 
 class OpenTelemetry(Sink):
-    """Sends spans, metrics and events to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals. The
-    parts of a span's time are its children.
+    """A sink that sends spans, metrics and events to an OTLP/HTTP receiver: a collector, Jaeger, Tempo or fedvitals.
+
+    The parts of a span's time are its children.
 
     Args:
         endpoint: The receiver's base address; by default OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318.

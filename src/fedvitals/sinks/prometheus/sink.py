@@ -40,8 +40,10 @@ RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
 class Prometheus(Sink):
-    """Serves /metrics from the first record until the last monitor that uses it is closed. One object may serve
-    several monitors.
+    """A sink that serves the page /metrics, which Prometheus scrapes.
+
+    It is served from the first record until the last monitor that uses the sink is closed. One object may serve several
+    monitors.
 
     Args:
         port: The port; 0 takes a free one, which is logged.

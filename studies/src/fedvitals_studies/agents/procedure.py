@@ -8,7 +8,8 @@ limits were set on the seeds from `planted_runs.TUNING` on, and are judged on ot
 2. `evidence` of all clients. Values that are not finite: the client that had them first: «values not finite».
 3. The client with the most signs of training that last. Too few or too small: look at machines and links instead; a
    client whose computing became slow after the first round is a «slow client», else the run is healthy.
-4. `evidence` of that client: which signs differ decides the cause, from the most specific to the least:
+4. `evidence` of that client, its 40 strongest signs; one that is missing is as usual. Which signs differ decides the
+   cause, from the most specific to the least:
    learning rate by the optimiser's own setting or by the weights' way; an update that is larger than the weights'
    own way: «scaled update»; wrong labels by the losses on its own samples; then by direction: against the others
    is «flipped update», across them «noise for an update».
@@ -108,7 +109,8 @@ def _cause(signs: dict[str, dict[str, Any]]) -> str:
 
     if score("optimizer.learning_rate") > LASTING:
         return "learning rate too high"
-    cosine = float(signs.get("update.cosine_mean", {}).get("newest") or 0.0)
+    # A sign that is not among the client's strongest is as usual: the update then points where the others' do.
+    cosine = float(signs["update.cosine_mean"]["newest"] or 0.0) if "update.cosine_mean" in signs else 1.0
     if score("update.norm") > LASTING and score("weight.drift") < score("update.norm") / 2 and cosine > ACROSS:
         return "scaled update"
     accuracy = signs.get("train.accuracy", {})
