@@ -204,6 +204,28 @@ def test_every_sign_is_that_of_the_full_products(padded, where, monkeypatch):
         np.testing.assert_allclose(signs.client_directions[0, place, :6], wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 4)])
+def test_directions_that_no_client_of_a_round_has_are_intended_to_stay(ranks):
+    generator = np.random.default_rng(7)
+    start, sent = factors(generator, 6), [factors(generator, r) for r in ranks]
+    new = factors(generator, 6)
+    signs, held = measured_signs(start, sent, np.array([0.5, 0.5]), new)
+    assert held == ranks
+    intended, smallest = np.zeros((30, 20)), min(ranks)
+    above = intended.copy()
+    for k in range(6):
+        own = [one for one, rank in zip(sent, ranks, strict=True) if rank > k] or [start]
+        step = sum(one.scale * np.outer(one.b[:, k], one.a[k]) for one in own) / len(own)
+        intended, above = intended + step, above + step * (k >= smallest)
+    norm = np.linalg.norm
+    kept = new.scale * new.b[:, smallest:] @ new.a[smallest:]
+    assert signs.error_by_rank[0] == pytest.approx(norm(new.product - intended) / norm(intended), rel=1e-9)
+    assert signs.energy_kept[0] == pytest.approx((norm(kept) / norm(above)) ** 2, rel=1e-9)
+    unused = Factors(start.b * (np.arange(6) < 4), start.a, 2.0)  # the directions of no client are zero already
+    by_rank = measured_signs(unused, sent, np.array([0.5, 0.5]), new)[0].error_by_rank[0]
+    assert np.isnan(by_rank) == (ranks == (4, 4))
+
+
 def test_adapters_of_equal_ranks_are_computed_together_as_they_are_alone():
     generator = np.random.default_rng(4)
     start, new = factors(generator, 4), factors(generator, 4)

@@ -21,8 +21,8 @@ def test_directions_that_are_averaged_away_are_a_collapse():
     assert [issues(history, number) for number in range(3)] == [[], ["RANK_COLLAPSE"], ["RANK_COLLAPSE"]]
     (found,) = findings_of(DETECTORS, history, 2)
     assert found.message == (
-        "Directions 5 to 8 of the adapters, which 1 of 3 clients have, keep 4.0 % of their energy in the average; they "
-        "hold 0.0 % of the aggregated adapters."
+        "The adapters' directions above 4 (up to 8), which 1 of the round's 3 clients has, keep 4.0 % of their energy "
+        "in the average; they hold 0.0 % of the aggregated adapters."
     )
     assert found.evidence["since"] == 1
 

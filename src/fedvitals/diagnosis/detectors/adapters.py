@@ -32,12 +32,14 @@ def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
         return
     ranks = history.latest("update.adapter_rank", round_index)
     smallest, largest = min(ranks.values(), default=0), max(ranks.values(), default=0)
+    if smallest == largest:  # only the server's adapters have these directions in this round
+        largest = _server_column(history, "rank", round_index)[1].max(initial=largest)
     above = _of_server(history, "adapter.energy_above", round_index) or 0.0
     holders = sum(rank > smallest for rank in ranks.values())
+    owners = f"{holders or 'none'} of the round's {len(ranks)} clients {'has' if holders <= 1 else 'have'}"
     text = (
-        f"Directions {smallest + 1:.0f} to {largest:.0f} of the adapters, which {holders} of {len(ranks)} clients have,"
-        f" keep {100 * kept:.1f} % of their energy in the average; they hold {100 * above:.1f} % of the "
-        "aggregated adapters."
+        f"The adapters' directions above {smallest:.0f} (up to {largest:.0f}), which {owners}, keep {100 * kept:.1f} % "
+        f"of their energy in the average; they hold {100 * above:.1f} % of the aggregated adapters."
     )
     yield finding(
         "RANK_COLLAPSE",
