@@ -112,13 +112,12 @@ def scale_mismatch(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
-    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change.
+    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change, or clients train.
 
     Where there are too many to measure in each round, the last rounds in which an adapter was measured count.
     """
-    rested: dict[str, list[tuple[int, bool]]] = defaultdict(
-        list
-    )  # by adapter, the newest first: round, whether unmoved
+    # By adapter, the newest first: round, whether unmoved.
+    rested: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for past_round in reversed(rounds_until(history, round_index, DEAD_ROUNDS * MOST_TURNS)):
         layers, moved = _server_column(history, "moved", past_round)
         for name, count in zip(layers, moved.tolist(), strict=True):
@@ -127,15 +126,25 @@ def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
         if all(len(rested[name]) >= DEAD_ROUNDS for name in layers):
             break
     newest = {name: own[:DEAD_ROUNDS] for name, own in rested.items() if len(own) >= DEAD_ROUNDS}
-    if any(all(own[turn][1] for own in newest.values()) for turn in range(DEAD_ROUNDS)):
-        return  # nothing changes: that is another problem
     names = sorted(name for name, own in newest.items() if all(unmoved for _, unmoved in own))
+    still = [all(own[turn][1] for own in newest.values()) for turn in range(DEAD_ROUNDS)]
+    if any(still) and not (all(still) and _trained(history, round_index)):
+        return  # nothing changes, for a while or because nobody trains: that is another problem
     if names:
         since = min(newest[name][-1][0] for name in names)
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         text = f"{len(names)} adapters have not moved on any client in {DEAD_ROUNDS} rounds: {shown}."
+        if len(names) == 1:
+            text = f"The adapter {shown} has not moved on any client in {DEAD_ROUNDS} rounds."
+        text += " The clients train, but no adapter changes." if all(still) else ""
         number = Number("adapter.unmoved", float(len(names)), 0.0, of="limit")
         yield finding("DEAD_ADAPTER", round_index, text, confidence=1.0, since=since, layer=names[0], numbers=[number])
+
+
+def _trained(history: History, round_index: int) -> bool:
+    """Return whether clients made steps in the last rounds, as far as they tell."""
+    rounds = rounds_until(history, round_index, DEAD_ROUNDS)
+    return all(any(steps > 0 for steps in history.latest("steps", own).values()) for own in rounds)
 
 
 def _product_error(history: History, round_index: int) -> float | None:
