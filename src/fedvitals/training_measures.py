@@ -312,5 +312,12 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         needs="`monitor.round(number, model, held_back=samples)` or `Callback(held_back=samples)`",
         rare=True,
     ),
+    Measure(
+        "initial.held_back.loss",
+        LOSS_UNIT,
+        "The same of the model before the first round.",
+        needs="as of `held_back.loss`",
+        rare=True,
+    ),
 )
-"""Metrics of language models, of clients except for the last (`probes.token_counts`)."""
+"""Metrics of language models, of clients except for the last two (`probes.token_counts`)."""

@@ -60,6 +60,14 @@ def test_scales_of_ranks_that_differ_name_nobody():
     assert not found.suspects
 
 
+@pytest.mark.parametrize(("kept", "collapses"), [(0.3, False), (0.04, True)])
+def test_energy_that_another_scale_takes_is_no_collapse(kept, collapses):
+    scales = {("adapter.scale", node): [scale] for node, scale in (("c0", 2.0), ("c1", 1.0), ("server", 1.0))}
+    history = history_of({**scales, **RANKS, ("adapter.energy_kept", "server"): [kept]})
+    assert ("RANK_COLLAPSE" in issues(history, 0)) == collapses
+    assert "ADAPTER_SCALE_MISMATCH" in issues(history, 0)
+
+
 def test_equal_scales_and_unknown_numbers_say_nothing():
     assert issues(history_of({("adapter.scale", f"c{i}"): [2.0, 2.001] for i in range(4)}), 1) == []
     assert issues(history_of({("adapter.energy_kept", "server"): [float("nan")]}), 0) == []

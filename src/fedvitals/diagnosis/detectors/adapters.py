@@ -26,9 +26,14 @@ SHOWN = 3  # clients or layers named in one sentence
 
 
 def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
-    """RANK_COLLAPSE: the directions that only clients of a higher rank have are averaged away."""
+    """RANK_COLLAPSE: the directions that only clients of a higher rank have are averaged away.
+
+    Clients' products are larger than they enter the server's model if their α/r is: that is another problem.
+    """
     kept = _of_server(history, "adapter.energy_kept", round_index)
-    if kept is None or kept >= KEPT:
+    scales = [scale for scale, _ in _scale_groups(history, round_index)]
+    own = _of_server(history, "adapter.scale", round_index)
+    if kept is None or kept >= KEPT * (min(1.0, own / max(scales)) ** 2 if own is not None and scales else 1.0):
         return
     ranks = history.latest("update.adapter_rank", round_index)
     smallest, largest = min(ranks.values(), default=0), max(ranks.values(), default=0)
