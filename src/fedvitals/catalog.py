@@ -412,11 +412,11 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 HOSTS = (
-    "absolute_error", "accuracy", "attack.success", "held_back.loss", "initial.accuracy", "initial.loss", "loss",
-    "local.absolute_error", "local.accuracy", "local.loss", "privacy.epsilon", "time.client", "time.client_evaluate",
-    "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data", "time.download",
-    "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
-    "update.staleness",
+    "absolute_error", "accuracy", "attack.success", "held_back.loss", "initial.accuracy", "initial.held_back.loss",
+    "initial.loss", "local.absolute_error", "local.accuracy", "local.loss", "loss", "privacy.epsilon",
+    "time.client", "time.client_evaluate", "time.client_virtual", "time.clock_error", "time.compute_virtual",
+    "time.cpu", "time.data", "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait",
+    "time.worked", "update.samples", "update.staleness",
 )  # fmt: skip
 """Known only to the host, which reports it by `log`."""
 

@@ -7,6 +7,7 @@ Failing hooks are removed, and compilers and copies do not see them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -53,12 +54,55 @@ def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
     return members
 
 
+def hook_passes(model: nn.Module, hook: Hook) -> list[Any]:
+    """Call a hook `(module, arguments, named, output)` after each forward pass of a model; returns its handles.
+
+    The module of a trainer (Lightning's) may pass its batches to the one part of it that trains, and not call itself.
+    The calls of that part then count, unless they are inside of a call of the whole.
+    """
+    if not is_of_trainer(model):
+        return [model.register_forward_hook(hook, with_kwargs=True)]
+    calls: list[bool] = []  # of the whole that are under way: whether each is a forward pass
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        calls.append(not isinstance(vars(module).get("forward"), FunctionType))  # Lightning calls its steps like this
+
+    def leave(module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        if calls and calls.pop() and output is not None:
+            hook(module, arguments, named, output)
+
+    def of_part(module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        if not any(calls):
+            hook(module, arguments, named, output)
+
+    handles: list[Any] = [
+        model.register_forward_pre_hook(Hook(enter, hook.failed)),
+        model.register_forward_hook(Hook(leave, hook.failed), with_kwargs=True, always_call=True),
+    ]
+    part = trained_part(model)
+    if part is not model:
+        handles.append(part.register_forward_hook(Hook(of_part, hook.failed), with_kwargs=True))
+    return handles
+
+
+def is_of_trainer(model: Any) -> bool:
+    """Return whether a model is the module of a trainer such as Lightning's, which calls its `training_step`."""
+    return callable(getattr(model, "training_step", None))
+
+
+def trained_part(model: nn.Module) -> nn.Module:
+    """Return the only part that trains of a trainer's module, else the model itself."""
+    parts = [own for own in model.children() if any(p.requires_grad for p in own.parameters())]
+    single = is_of_trainer(model) and len(parts) == 1 and can_be_hooked(parts[0])
+    return parts[0] if single and not hasattr(parts[0], "_orig_mod") else model
+
+
 class Hook:
     """`call` as a hook. If it raises, `failed` is called, and `call` is not called again."""
 
     def __init__(self, call: Callable[..., None], failed: Callable[[Exception], None]) -> None:
         self._call: Callable[..., None] | None = call
-        self._failed = failed
+        self.failed = failed
 
     def __call__(self, *arguments: Any) -> None:
         if torch.compiler.is_compiling() or self._call is None:
@@ -67,7 +111,7 @@ class Hook:
             self._call(*arguments)
         except Exception as error:  # noqa: BLE001 - inside the user's forward pass
             self._call = None
-            self._failed(error)
+            self.failed(error)
 
     def __deepcopy__(self, _memo: Any) -> Callable[..., None]:
         return idle

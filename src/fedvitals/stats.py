@@ -87,7 +87,7 @@ ADAPTERS = {
     "energy_above": "share of `‖P‖²` above the smallest rank of a client; where ranks differ",
     "energy_kept": "the same over that of the mean over the clients that have these directions",
     "error": "`‖P − M‖ / ‖M‖`, M = Σ w_i (α/r)_i B_i A_i: the mean of products",
-    "error_by_rank": "the same, each direction averaged over the clients that have it",
+    "error_by_rank": "the same, each direction averaged over the clients that have it; as before where none has",
     "moved": "clients whose product differs from what they were sent",
 }
 """The columns of the family `update.adapters`; for a client, only the first three are set, the others are NaN."""

@@ -189,8 +189,9 @@ DATA_MEASURES = _data_measures()
 """Metrics of a client's own samples, recorded when they are new or have changed (`probes.data_sketch`)."""
 
 _PAIRS = "low-rank adapters in the global model of `monitor.round`, and the clients' updates"
-_RANKS = f"{_PAIRS}; ranks that differ"
+_RANKS = f"{_PAIRS}; ranks that differ, between clients or from the server's"
 _MEAN = f"{_PAIRS}; an aggregation that is a weighted mean"
+_MEAN_OF_RANKS = f"{_MEAN}; ranks that differ, between clients or from the server's"
 
 ADAPTER_MEASURES: tuple[Measure, ...] = (
     Measure(
@@ -204,9 +205,9 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
     Measure(
         "adapter.product_error_by_rank",
         "share",
-        "The same, each direction averaged over the clients that have it.",
+        "The same, each direction averaged over the clients that have it; one that none has is as before the round.",
         "M = Σ_k Σ_i (w_i / W_k) s_i b_ik a_ik, W_k = Σ w_i of those with rank ≥ k",
-        needs=f"{_MEAN}; ranks that differ",
+        needs=_MEAN_OF_RANKS,
         rare=True,
     ),
     Measure(
@@ -220,9 +221,10 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
     Measure(
         "adapter.energy_kept",
         "1",
-        "Energy in these directions, over that of their mean over the clients that have them.",
+        "Energy in these directions, over that of their mean over the clients that have them (where none has, as "
+        "before the round).",
         "‖s B_{>m} A_{>m}‖² / ‖M_{>m}‖²",
-        needs=f"{_MEAN}; ranks that differ",
+        needs=_MEAN_OF_RANKS,
         rare=True,
     ),
     Measure(
@@ -326,5 +328,12 @@ LANGUAGE_MEASURES: tuple[Measure, ...] = (
         needs="`monitor.round(number, model, held_back=samples)` or `Callback(held_back=samples)`",
         rare=True,
     ),
+    Measure(
+        "initial.held_back.loss",
+        LOSS_UNIT,
+        "The same of the model before the first round.",
+        needs="as of `held_back.loss`",
+        rare=True,
+    ),
 )
-"""Metrics of language models, of clients except for the last (`probes.token_counts`)."""
+"""Metrics of language models, of clients except for the last two (`probes.token_counts`)."""

@@ -50,6 +50,19 @@ def test_the_loss_is_that_of_the_model_in_evaluation(data):
     assert losses == [(None, number, pytest.approx(expected, rel=1e-5)) for number in range(2)]
 
 
+def test_the_model_before_the_first_round_is_measured_once():
+    sink, model = MemorySink(), classifier()
+    with torch.no_grad():
+        expected = float(functional.cross_entropy(copy.deepcopy(model).eval()(X), Y))
+    with fv.Monitor(None, sinks=[sink], strict=True) as monitor:
+        for number in range(2):
+            with monitor.round(number, model, held_back=(X, Y)):
+                model[0].weight.data.mul_(2)
+    (initial,) = sink.metrics("initial.held_back.loss")
+    assert (initial.where.round, initial.value) == (0, pytest.approx(expected, rel=1e-5))
+    assert sink.value("held_back.loss", round=0) != pytest.approx(expected, rel=1e-3)
+
+
 def test_texts_need_no_loss_function_and_another_one_may_be_given():
     x, y = TEXTS[:, :-1], TEXTS[:, 1:]
     model = language_model()

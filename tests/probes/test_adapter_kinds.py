@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.weights import check_initialisation
 from fedvitals.testing import MemorySink
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -120,8 +121,8 @@ def test_the_error_of_adapters_in_half_precision_is_known_in_spite_of_their_roun
     ("config", "expected"),
     [
         (peft.LoraConfig, "4 of 8 tensors train: 2 low-rank adapters of rank 4."),
-        (peft.LoHaConfig, "8 of 12 tensors train; no two of them are the A and B of a low-rank adapter."),
-        (peft.IA3Config, "2 of 6 tensors train; no two of them are the A and B of a low-rank adapter."),
+        (peft.LoHaConfig, "8 of 12 tensors train; none is the A or B of a low-rank adapter."),
+        (peft.IA3Config, "2 of 6 tensors train; none is the A or B of a low-rank adapter."),
     ],
 )
 def test_a_run_says_what_trains_of_its_model(tmp_path, config, expected):
@@ -132,3 +133,18 @@ def test_a_run_says_what_trains_of_its_model(tmp_path, config, expected):
     assert (event.level, event.message, event.data["adapters"] > 0) == ("info", expected, "rank 4" in expected)
     assert ("adapter.effective_rank" in sink.names()) == (config is peft.LoraConfig)
     assert not {issue for issue in issues if "ADAPTER" in issue}
+
+
+def test_a_run_says_that_adapters_are_frozen_where_only_a_head_trains(tmp_path):
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("2.base_layer.bias"))
+    sink, _, _ = federate(tmp_path, model, [copy.deepcopy(model) for _ in range(2)], rounds=1)
+    (event,) = sink.events("layers.trained")
+    assert event.message == (
+        "1 of 8 tensors trains; none is the A or B of a low-rank adapter; 2 low-rank adapters are frozen."
+    )
+
+
+def test_factors_that_begin_at_one_are_no_poor_initialisation():
+    assert check_initialisation(adapted(config=peft.IA3Config, feedforward_modules=["2"])) == []

@@ -73,6 +73,23 @@ def test_a_pair_is_known_by_its_shapes_beside_the_frozen_matrix():
     assert [scale_of(model, pair) for pair in pairs] == [2.0, 4.0]
 
 
+def test_a_branch_beside_the_only_frozen_matrix_around_it_is_a_pair():
+    branches = [nn.Sequential(nn.Linear(20, 4, bias=False), nn.Linear(4, 30, bias=False)) for _ in range(2)]
+    wrapped = nn.ModuleDict({"linear": nn.Linear(20, 30), "branch": branches[0]})
+    block = nn.ModuleDict({"q": nn.Linear(20, 30), "k": nn.Linear(20, 30), "own": branches[1]})
+    pairs = pairs_of(only_trains(nn.ModuleList([wrapped, block]), "branch.0.weight", "branch.1.weight", "own.0.weight"))
+    assert [(p.name, p.a, p.b, p.rank) for p in pairs] == [("0.branch", "0.branch.0.weight", "0.branch.1.weight", 4)]
+
+
+def test_names_that_say_lora_tell_several_pairs_of_one_module_apart():
+    shapes = [(f"att.{own}", (4, 9) if own.endswith("a") else (9, 4)) for own in ("q_lora_a", "v_lora_a", "q_lora_b")]
+    shapes += [("att.v_lora_b", (9, 4)), ("att.lora_down_k.weight", (2, 9)), ("att.lora_up_k.weight", (9, 2))]
+    shapes += [("att.q_a_proj", (4, 9)), ("att.q_b_proj", (9, 4))]  # of the model itself
+    assert [(pair.name, pair.b) for pair in find_pairs(shapes)] == [
+        ("att.q", "att.q_lora_b"), ("att.v", "att.v_lora_b"), ("att.k", "att.lora_up_k.weight"),
+    ]  # fmt: skip
+
+
 class TransposedLora(nn.Module):
     """The adapter of many tutorials: alpha * (x @ A @ B), beside its layer and not around it."""
 
@@ -202,6 +219,28 @@ def test_every_sign_is_that_of_the_full_products(padded, where, monkeypatch):
         assert signs.client_changes[0, place] == pytest.approx(norm(own.product - before))
         wanted = [weight * u[:, k] @ own.product @ vt[k] / sigma[k] for k in range(6)]
         np.testing.assert_allclose(signs.client_directions[0, place, :6], wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 4)])
+def test_directions_that_no_client_of_a_round_has_are_intended_to_stay(ranks):
+    generator = np.random.default_rng(7)
+    start, sent = factors(generator, 6), [factors(generator, r) for r in ranks]
+    new = factors(generator, 6)
+    signs, held = measured_signs(start, sent, np.array([0.5, 0.5]), new)
+    assert held == ranks
+    intended, smallest = np.zeros((30, 20)), min(ranks)
+    above = intended.copy()
+    for k in range(6):
+        own = [one for one, rank in zip(sent, ranks, strict=True) if rank > k] or [start]
+        step = sum(one.scale * np.outer(one.b[:, k], one.a[k]) for one in own) / len(own)
+        intended, above = intended + step, above + step * (k >= smallest)
+    norm = np.linalg.norm
+    kept = new.scale * new.b[:, smallest:] @ new.a[smallest:]
+    assert signs.error_by_rank[0] == pytest.approx(norm(new.product - intended) / norm(intended), rel=1e-9)
+    assert signs.energy_kept[0] == pytest.approx((norm(kept) / norm(above)) ** 2, rel=1e-9)
+    unused = Factors(start.b * (np.arange(6) < 4), start.a, 2.0)  # the directions of no client are zero already
+    by_rank = measured_signs(unused, sent, np.array([0.5, 0.5]), new)[0].error_by_rank[0]
+    assert np.isnan(by_rank) == (ranks == (4, 4))
 
 
 def test_adapters_of_equal_ranks_are_computed_together_as_they_are_alone():
@@ -402,40 +441,6 @@ def test_the_lab_measures_its_adapters_and_exact_aggregation_has_no_error(tmp_pa
     assert "adapter.product_error" in names["zero_padded"]
     assert "adapter.product_error" not in names["exact"]
     assert "adapter.effective_rank" in names["exact"]
-
-
-@pytest.mark.parametrize("ranks", [(4, 4, 4), (2, 4, 4)])  # of a lower rank: less than what there was is no move
-def test_an_adapter_that_nobody_moves_is_counted(tmp_path, ranks):
-    sink, _ = watched(tmp_path, lora_model(), stepped="2.", ranks=ranks)
-    assert metrics_of(sink, "server", 1)["adapter.unmoved"] == 1
-
-
-def test_an_adapter_that_nobody_moves_is_named_by_its_layer(tmp_path):
-    monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
-    federate(monitor, lora_model(), rounds=3, stepped="2.")
-    monitor.flush()
-    dead = [finding for finding in monitor.findings() if finding.issue == "DEAD_ADAPTER"]
-    monitor.close()
-    assert [(finding.where.round, finding.where.layer) for finding in dead] == [(1, "0"), (2, "0")]
-
-
-def test_adapters_that_take_turns_are_found_dead_and_counted_as_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedvitals.probes.adapters.watch.WORK", 27_000.0)  # one of the two adapters in a round
-    sink = MemorySink()
-    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
-    federate(monitor, lora_model(), rounds=6, stepped="2.")
-    monitor.flush()
-    dead = [finding for finding in monitor.findings() if finding.issue == "DEAD_ADAPTER"]
-    monitor.close()
-    measured = [np.isfinite(sink.layers("update.adapters", node="server", round=r).matrix[:, 1]) for r in range(6)]
-    assert all(own.sum() == 1 for own in measured)
-    seen = [r for r in range(6) if measured[r][0]]
-    assert {finding.where.layer for finding in dead} == {"0"}
-    assert min(finding.where.round for finding in dead) >= seen[1]
-    assert dead[0].evidence["since"] in seen
-    change = ADAPTER_COLUMNS.index("change")
-    own = sink.layers("update.adapters", node="server", round=1).matrix[:, change]
-    assert metrics_of(sink, "server", 1)["adapter.change"] == pytest.approx(math.sqrt(2) * np.nanmax(own))
 
 
 def test_scales_that_differ_between_clients_are_named(tmp_path):

@@ -62,7 +62,7 @@ CLAIM = {
         "perplexity.before", "throughput.tokens", "tokens", "tokens.full", "tokens.length", "tokens.padding",
         "update.adapter_change", "update.adapter_rank", "update.adapter_scale", "update.inputs_alike",
         "update.inputs_apart",
-        "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
+        "initial.accuracy", "initial.held_back.loss", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
         "local.absolute_error", "attack.success",
         "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",
         "data.out_of_range", "data.within_classes",

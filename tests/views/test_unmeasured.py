@@ -119,7 +119,7 @@ def test_a_partly_frozen_model_without_low_rank_adapters_says_what_trains(tmp_pa
         tensors = len([*model.parameters()])
         with monitor.round(0, model):
             client_of(monitor, "a", copy.deepcopy(model))
-    sentence = f"{tensors - 1} of {tensors} tensors train; no two of them are the A and B of a low-rank adapter"
+    sentence = f"{tensors - 1} of {tensors} tensors train; none is the A or B of a low-rank adapter"
     assert reason_for(card_of(tmp_path / "runs.db", monitor.run.id), "adapter.*") == f"low-rank adapters: {sentence}"
     with open_reader(tmp_path / "runs.db") as reader:
         assert adapters_page(reader, monitor.run.id).trained == f"{sentence}."

@@ -25,7 +25,7 @@ from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_
 from fedvitals.diagnosis.evidence.transformed_updates import TRANSFORMED
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
 from fedvitals.diagnosis.live_detectors import FindingList
-from fedvitals.monitor.held_back import log_held_back
+from fedvitals.monitor.held_back import INITIAL, log_held_back
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.loop_corrections import LoopCorrections
@@ -147,16 +147,20 @@ class Monitor:
             number: The round, counted from 0 or 1.
             global_model: The server's model, measured before and after; None if there is none.
             held_back: Samples that no client trains on, in any form that `client(data=...)` accepts. The new global
-                model's loss on them is recorded as `held_back.loss`, from which FORGETTING is detected.
+                model's loss on them is recorded as `held_back.loss`, and that before the first round as
+                `initial.held_back.loss`. From these FORGETTING is detected.
             loss: The loss function for these; by default the model's own, or the cross-entropy.
 
         Returns:
             A context manager that gives this monitor.
         """
+        is_first, measures = self._run.last_round is None, held_back is not None and global_model is not None
         self._host.round_begin(number, global_model)
         try:
+            if is_first and measures:
+                log_held_back(self._host, global_model, held_back, loss, INITIAL)
             yield self
-            if held_back is not None and global_model is not None:
+            if measures:
                 log_held_back(self._host, global_model, held_back, loss)
         except BaseException as error:
             spine = self._run.spine

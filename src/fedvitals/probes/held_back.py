@@ -25,7 +25,7 @@ def held_back_loss(model: nn.Module, data: Any, loss: Callable[..., Any] | None 
     """Return the mean loss of a model on held-back samples, in evaluation mode; nothing is changed by it.
 
     data: as of `Monitor.client`; of more than MOST samples, that many, spread evenly. loss: `loss(model(x), y)`; by
-    Return the mean loss of a model on held-back samples, in evaluation mode; changes nothing.
+    default the model's own, if it takes labels (Hugging Face), else the cross-entropy. Raises UnsuitedError where
     neither applies.
     """
     model = model.module if type(model).__name__ == "DistributedDataParallel" else model  # type: ignore[assignment]

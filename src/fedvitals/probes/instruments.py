@@ -125,7 +125,8 @@ class Instruments:
         view = self.view(model)
         names = [name for name, _ in view.named_parameters]
         pairs = self.adapters.pairs_of(view.named_parameters, view.frozen)
-        return (describe_trained(names, len(names) + len(view.frozen), pairs), len(pairs)) if view.frozen else None
+        frozen = [(name, tuple(p.shape)) for name, p in view.frozen]
+        return (describe_trained(names, frozen, pairs), len(pairs)) if frozen else None
 
     def zero_layers(self, model: nn.Module) -> list[str]:
         """Return the matrices that start at 0 on purpose."""

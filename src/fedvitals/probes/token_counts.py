@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.model_hooks import Hook, can_be_hooked, named_members
+from fedvitals.model_hooks import Hook, can_be_hooked, named_members, trained_part
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
@@ -86,7 +86,7 @@ class TokenCounts:
     """Counts from its creation until `remove`; `counted` is then known, in part as tensors on a device."""
 
     def __init__(self, model: nn.Module, failed: Callable[[Exception], None]) -> None:
-        self._model = model
+        self._model = trained_part(model)  # of a trainer's module, the language model in it
         self._texts = self._positions = self._widest = self._classes = 0
         self._tokens: int | Tensor = 0
         self._passes = 0  # that returned a loss
@@ -96,8 +96,8 @@ class TokenCounts:
         self._masked = False
         self._padding = self._setting("pad_token_id")
         self._handle: Any = None
-        if can_be_hooked(model) and any(isinstance(module, nn.Embedding) for module in model.modules()):
-            self._handle = model.register_forward_hook(Hook(self._count, failed), with_kwargs=True)
+        if can_be_hooked(model) and any(isinstance(module, nn.Embedding) for module in self._model.modules()):
+            self._handle = self._model.register_forward_hook(Hook(self._count, failed), with_kwargs=True)
 
     def remove(self) -> None:
         if self._handle is not None:
@@ -144,6 +144,7 @@ class TokenCounts:
             loss = loss.detach() - weight * aside.detach().to(loss.device)
         # Whether the next token is the target; a decoder beside an encoder gets its labels moved.
         moved = not (getattr(self._model, "loss_type", None) == "ForMaskedLM" or self._setting("is_encoder_decoder"))
+        moved &= not _follows_a_prompt(output, labels)
         targets = (labels[:, int(moved) :] != IGNORED).sum()
         items = named.get("num_items_in_batch") if _sums_over_items(self._model) else None
         own = loss.detach().float() * (targets if items is None else items), targets
@@ -231,6 +232,12 @@ def _sums_over_items(model: Any) -> bool:
     """Return whether a model heeds `num_items_in_batch`: some take it, and return a mean all the same."""
     own = model.get_base_model() if hasattr(model, "get_base_model") else model
     return not hasattr(own, "loss_function") or _sums_over(type(own).forward)
+
+
+def _follows_a_prompt(output: Any, labels: Tensor) -> bool:
+    """Return whether there are outputs before the first token, as of a prompt that trains: it is a target as well."""
+    logits = logits_of(output)
+    return isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > labels.shape[1]
 
 
 def _is_tokens(part: Any) -> bool:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers
+from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers, hook_passes
 from fedvitals.probes import samples
 from fedvitals.probes.class_losses import (
     ClassSums,
@@ -130,10 +130,9 @@ class TrainingLosses:
         self._residuals: ResidualSums | None = None
         self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
         self._counted: _Batch | None = None  # the batch whose samples were counted last
-        self._handle: Any = None
+        self._handles: list[Any] = []
         if can_be_hooked(view.model):
-            hook = Hook(self._on_forward, self._broken)
-            self._handle = view.model.register_forward_hook(hook, with_kwargs=True)
+            self._handles = hook_passes(view.model, Hook(self._on_forward, self._broken))
         else:
             self._reason = "the model is compiled or scripted, and cannot be looked into."
 
@@ -145,9 +144,8 @@ class TrainingLosses:
 
     def remove(self) -> None:
         """Remove the hooks, and release all outputs."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        while self._handles:
+            self._handles.pop().remove()
         self.step()
         self._waiting.clear()
         self._evaluated.clear()

@@ -88,7 +88,7 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     least = FADING_NORMALISED if any(map(_normalises, model.modules())) else FADING
     meant = set(starts_at_zero(model))
     remarks = []
-    for i, (name, _) in enumerate(matrices):
+    for i, (name, matrix) in enumerate(matrices):
         gain = gains[i]
         if not rows[i, COUNT]:
             continue  # for a sharded one, no values are here
@@ -97,7 +97,8 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
         elif name in meant:
             continue
         elif std[i] <= 1e-6 * max(rms[i], 1e-30):
-            remarks.append((name, f"all values equal {mean[i]:.3g}: every unit will learn the same"))
+            if matrix.numel() > max(matrix.shape):  # not a row of factors, which differ in what they scale
+                remarks.append((name, f"all values equal {mean[i]:.3g}: every unit will learn the same"))
         elif name not in without_gain and not least <= gain <= GROWING:
             size = "grow" if gain > 1 else "fade"
             remarks.append((name, f"gain {gain:.3g} (rms·√fan_in, usually 0.5 to 1.5): signals {size} at this layer"))

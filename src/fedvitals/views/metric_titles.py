@@ -115,6 +115,7 @@ TITLES = {
     "perplexity.before": "perplexity as training begins",
     "perplexity.after": "perplexity as training ends",
     "held_back.loss": "loss on texts that nobody trains on",
+    "initial.held_back.loss": "the same before the first round",
     "adapter.change": "change of the merged weights in the round",
     "adapter.drift": "change of the merged weights since the start",
     "adapter.unmoved": "adapters that do not move",

@@ -21,8 +21,8 @@ def test_directions_that_are_averaged_away_are_a_collapse():
     assert [issues(history, number) for number in range(3)] == [[], ["RANK_COLLAPSE"], ["RANK_COLLAPSE"]]
     (found,) = findings_of(DETECTORS, history, 2)
     assert found.message == (
-        "Directions 5 to 8 of the adapters, which 1 of 3 clients have, keep 4.0 % of their energy in the average; they "
-        "hold 0.0 % of the aggregated adapters."
+        "The adapters' directions above 4 (up to 8), which 1 of the round's 3 clients has, keep 4.0 % of their energy "
+        "in the average; they hold 0.0 % of the aggregated adapters."
     )
     assert found.evidence["since"] == 1
 
@@ -58,6 +58,14 @@ def test_scales_of_ranks_that_differ_name_nobody():
     (found,) = findings_of(DETECTORS, history, 0)
     assert found.where.node is None
     assert not found.suspects
+
+
+@pytest.mark.parametrize(("kept", "collapses"), [(0.3, False), (0.04, True)])
+def test_energy_that_another_scale_takes_is_no_collapse(kept, collapses):
+    scales = {("adapter.scale", node): [scale] for node, scale in (("c0", 2.0), ("c1", 1.0), ("server", 1.0))}
+    history = history_of({**scales, **RANKS, ("adapter.energy_kept", "server"): [kept]})
+    assert ("RANK_COLLAPSE" in issues(history, 0)) == collapses
+    assert "ADAPTER_SCALE_MISMATCH" in issues(history, 0)
 
 
 def test_equal_scales_and_unknown_numbers_say_nothing():

@@ -31,6 +31,27 @@ def test_forgetting_is_more_lost_than_gained(held_back, loss, expected):
     assert issues(history, 3) == expected
 
 
+@pytest.mark.parametrize(
+    ("held_back", "perplexities", "expected"),
+    [
+        ([2.7, 2.7], [14.0, 30.0], [[], ["FORGETTING"]]),  # all of it in the first round
+        ([2.7, 2.7], [14.0, 3.0], [[], []]),  # the clients gain more
+        ([2.01, 2.02], [14.0, 14.0], [[], []]),
+        ([2.7, 2.7], [14.0, None], [[], []]),  # what they gain is unknown
+    ],
+)
+def test_what_is_lost_in_the_first_round_is_seen_by_the_model_before_it(held_back, perplexities, expected):
+    series = {("held_back.loss", None): held_back, ("initial.held_back.loss", None): [2.0, None]}
+    history = history_of({**series, ("perplexity.before", "c0"): perplexities})
+    assert [issues(history, number) for number in range(2)] == expected
+    for found in findings_of(DETECTORS, history, 1):
+        assert found.message == (
+            "The loss on held-back texts rose from 2.000 (before the first round) to 2.700; the clients' own changed "
+            "by +0.762 meanwhile."
+        )
+        assert found.evidence["since"] == 0
+
+
 def lengths(*values, **more):
     series = {("tokens.length", f"c{i}"): [float(value)] for i, value in enumerate(values)}
     return history_of({**series, **{(f"tokens.{name}", "c0"): [value] for name, value in more.items()}})

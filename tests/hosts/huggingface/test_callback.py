@@ -52,6 +52,7 @@ def test_held_back_texts_are_measured_after_each_round_and_change_no_bits(tmp_pa
     trainer = tune(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True, held_back=loader)])
     losses = [m.value for m in sink.metrics("held_back.loss")]
     assert len(losses) == 2
+    assert sink.value("initial.held_back.loss", round=0) != losses[0]
     with torch.no_grad():
         batches = [trainer.model.eval()(**batch).loss for batch in loader]
     assert losses[-1] == pytest.approx(float(sum(batches)) / len(batches), rel=1e-5)

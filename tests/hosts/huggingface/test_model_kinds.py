@@ -80,3 +80,20 @@ def test_batches_of_a_decoder_beside_an_encoder_count_by_all_of_their_labels(tmp
             optimizer.step()
     mean = float(sums[0] / sums[1])
     assert sink.value("perplexity.before", node="c0") == pytest.approx(math.exp(mean), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft 0.21 of transformers 5.23
+def test_the_first_token_after_a_prompt_is_a_target_as_well(tmp_path):
+    """Where the number of targets is passed, the loss is a sum over it, as in Hugging Face's Trainer."""
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model, sink = peft.get_peft_model(language_model(), config), MemorySink()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    ids = torch.randint(1, VOCABULARY, (4, 8))
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    with monitor, monitor.round(0), monitor.client("c0", model):
+        output = model(input_ids=ids, labels=ids, num_items_in_batch=7)
+        output.loss.backward()
+        optimizer.step()
+    own = functional.cross_entropy(output.logits.detach()[:, 2:-1].flatten(0, 1), ids.flatten())
+    assert sink.value("perplexity.before", node="c0") == pytest.approx(math.exp(own), rel=1e-4)

@@ -13,10 +13,10 @@ from fedvitals.scope import current
 from fedvitals.testing import MemorySink
 from support.hooks import hooks_left
 
-pytest.importorskip("lightning", reason="needs lightning: pip install 'fedvitals[lightning]'")
+pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'fedvitals[lightning]'")
 pytest.importorskip("transformers")
 
-from support.small_trainers import Classifier, fit
+from support.small_trainers import VOCABULARY, Classifier, fit, language_model
 
 
 def watched():
@@ -97,6 +97,36 @@ def test_errors_of_ours_do_not_stop_the_training(monkeypatch, caplog):
     callback, _ = watched()
     trainer, _ = fit([callback])
     assert trainer.global_step == 12
+
+
+class Generator(pl.LightningModule):
+    """A language model, whose step calls the module, or its only part."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.model, self.called = language_model(), called
+
+    def forward(self, rows):
+        return self.model(input_ids=rows, labels=rows)
+
+    def training_step(self, batch, _number):
+        rows = (batch["x"] * 10).long().clamp(0, VOCABULARY - 1)
+        return (self(rows) if self.called == "module" else self.model(input_ids=rows, labels=rows)).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def test_a_step_may_call_the_modules_only_part_instead_of_the_module():
+    def measured(called):
+        callback, sink = watched()
+        _, module = fit([callback], Generator(called), limit_val_batches=0)
+        assert not hooks_left(module)
+        names = "tokens", "tokens.length", "perplexity.before", "perplexity.after", "train.loss_first", "batch.size"
+        return [m.value for name in names for m in sink.metrics(name, node="model")]
+
+    assert measured("part") == measured("module")
+    assert measured("part")[:2] == [24 * 6] * 2
 
 
 def test_it_goes_to_processes_that_a_trainer_starts():

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 import fedvitals as fv
-from fedvitals.records import Run
+from fedvitals.records import Finding, Run
 from fedvitals.testing import MemorySink
 
 pytest.importorskip("transformers")
@@ -46,6 +46,38 @@ def test_inside_of_a_flower_app(tmp_path):
         assert sink.value("gradient.norm", round=2, node=node) > 0
         assert sink.value("user.learning_rate", round=2, node=node) > 0
     assert {run.name for run in sink.of(Run)} == {"run"}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft 0.21 of transformers 5.23
+def test_adapters_inside_of_a_flower_app(tmp_path):
+    """What peft sends are the adapters alone, by names of its own; the server has arrays and no model."""
+    pytest.importorskip("flwr")
+    peft = pytest.importorskip("peft")
+    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.serverapp.strategy import FedAvg
+
+    from support.flower.federation import RUNS, client_app, federate, watched
+
+    def adapted(alpha=8):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=alpha, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(language_model(), config)
+
+    def train(message, context):
+        model = adapted(32 if context.node_id == 102 else 8)
+        peft.set_peft_model_state_dict(model, message.content["arrays"].to_torch_state_dict())
+        tune(tmp_path, [fv.huggingface.Callback()], model, max_steps=2)
+        content = {"arrays": ArrayRecord(peft.get_peft_model_state_dict(model))}
+        return Message(RecordDict(content | {"metrics": MetricRecord({"num-examples": 24})}), reply_to=message)
+
+    arrays = ArrayRecord(peft.get_peft_model_state_dict(adapted()))
+    with watched(detectors=["standard"]) as (monitor, sink):
+        federate(FedAvg(), client_app(fv.flower.client_mod(), train=train), monitor, arrays=arrays, run_id=next(RUNS))
+    assert [sink.value("adapter.scale", round=1, node=node) for node in ("101", "102")] == [2, 8]
+    assert sink.value("adapter.rank", round=1, node="100") == 4
+    assert 0 < sink.value("adapter.product_error", round=2, node="server") < 0.5
+    assert sink.value("adapter.unmoved", round=2, node="server") == 0
+    assert sink.value("perplexity.before", round=2, node="100") > 1
+    assert {f.where.node for f in sink.of(Finding, "ADAPTER_SCALE_MISMATCH")} == {"102"}
 
 
 def test_inside_of_an_nvflare_task():

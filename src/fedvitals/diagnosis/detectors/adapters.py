@@ -26,18 +26,25 @@ SHOWN = 3  # clients or layers named in one sentence
 
 
 def rank_collapse(history: History, round_index: int) -> Iterator[Finding]:
-    """RANK_COLLAPSE: the directions that only clients of a higher rank have are averaged away."""
+    """RANK_COLLAPSE: the directions that only clients of a higher rank have are averaged away.
+
+    Clients' products are larger than they enter the server's model if their α/r is: that is another problem.
+    """
     kept = _of_server(history, "adapter.energy_kept", round_index)
-    if kept is None or kept >= KEPT:
+    scales = [scale for scale, _ in _scale_groups(history, round_index)]
+    own = _of_server(history, "adapter.scale", round_index)
+    if kept is None or kept >= KEPT * (min(1.0, own / max(scales)) ** 2 if own is not None and scales else 1.0):
         return
     ranks = history.latest("update.adapter_rank", round_index)
     smallest, largest = min(ranks.values(), default=0), max(ranks.values(), default=0)
+    if smallest == largest:  # only the server's adapters have these directions in this round
+        largest = _server_column(history, "rank", round_index)[1].max(initial=largest)
     above = _of_server(history, "adapter.energy_above", round_index) or 0.0
     holders = sum(rank > smallest for rank in ranks.values())
+    owners = f"{holders or 'none'} of the round's {len(ranks)} clients {'has' if holders <= 1 else 'have'}"
     text = (
-        f"Directions {smallest + 1:.0f} to {largest:.0f} of the adapters, which {holders} of {len(ranks)} clients have,"
-        f" keep {100 * kept:.1f} % of their energy in the average; they hold {100 * above:.1f} % of the "
-        "aggregated adapters."
+        f"The adapters' directions above {smallest:.0f} (up to {largest:.0f}), which {owners}, keep {100 * kept:.1f} % "
+        f"of their energy in the average; they hold {100 * above:.1f} % of the aggregated adapters."
     )
     yield finding(
         "RANK_COLLAPSE",
@@ -110,13 +117,12 @@ def scale_mismatch(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
-    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change.
+    """DEAD_ADAPTER: adapters that no client has changed in several rounds, while others change, or clients train.
 
     Where there are too many to measure in each round, the last rounds in which an adapter was measured count.
     """
-    rested: dict[str, list[tuple[int, bool]]] = defaultdict(
-        list
-    )  # by adapter, the newest first: round, whether unmoved
+    # By adapter, the newest first: round, whether unmoved.
+    rested: dict[str, list[tuple[int, bool]]] = defaultdict(list)
     for past_round in reversed(rounds_until(history, round_index, DEAD_ROUNDS * MOST_TURNS)):
         layers, moved = _server_column(history, "moved", past_round)
         for name, count in zip(layers, moved.tolist(), strict=True):
@@ -125,15 +131,25 @@ def dead_adapter(history: History, round_index: int) -> Iterator[Finding]:
         if all(len(rested[name]) >= DEAD_ROUNDS for name in layers):
             break
     newest = {name: own[:DEAD_ROUNDS] for name, own in rested.items() if len(own) >= DEAD_ROUNDS}
-    if any(all(own[turn][1] for own in newest.values()) for turn in range(DEAD_ROUNDS)):
-        return  # nothing changes: that is another problem
     names = sorted(name for name, own in newest.items() if all(unmoved for _, unmoved in own))
+    still = [all(own[turn][1] for own in newest.values()) for turn in range(DEAD_ROUNDS)]
+    if any(still) and not (all(still) and _trained(history, round_index)):
+        return  # nothing changes, for a while or because nobody trains: that is another problem
     if names:
         since = min(newest[name][-1][0] for name in names)
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         text = f"{len(names)} adapters have not moved on any client in {DEAD_ROUNDS} rounds: {shown}."
+        if len(names) == 1:
+            text = f"The adapter {shown} has not moved on any client in {DEAD_ROUNDS} rounds."
+        text += " The clients train, but no adapter changes." if all(still) else ""
         number = Number("adapter.unmoved", float(len(names)), 0.0, of="limit")
         yield finding("DEAD_ADAPTER", round_index, text, confidence=1.0, since=since, layer=names[0], numbers=[number])
+
+
+def _trained(history: History, round_index: int) -> bool:
+    """Return whether clients made steps in the last rounds, as far as they tell."""
+    rounds = rounds_until(history, round_index, DEAD_ROUNDS)
+    return all(any(steps > 0 for steps in history.latest("steps", own).values()) for own in rounds)
 
 
 def _product_error(history: History, round_index: int) -> float | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,7 @@ from fedvitals.diagnosis.evidence.attendance import SERVER, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding, Suspect
+from fedvitals.stats import Array
 
 FORGOTTEN, FORGOTTEN_ROUNDS = 0.05, 2  # above the lowest held-back loss so far; consecutive rounds
 FORGOTTEN_AT_ONCE = 0.1  # enough in a single round
@@ -23,36 +25,62 @@ SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.04, 8.0, 5  # above the usual loss; ro
 
 
 def forgetting(history: History, round_index: int) -> Iterator[Finding]:
-    """FORGETTING: the loss on texts that no client trains on rises by more than the clients gain meanwhile."""
+    """FORGETTING: the loss on texts that no client trains on rises by more than the clients gain meanwhile.
+
+    The model before the first round counts where it was measured, and where it is known what the clients gained since.
+    """
     curve = metric_curve(history, "held_back.loss", round_index)
-    if len(curve) <= FORGOTTEN_ROUNDS or curve.rounds[-1] != round_index or not np.isfinite(curve.values).all():
+    initial = metric_curve(history, "initial.held_back.loss", round_index).values[-1:]
+    if not len(curve) or curve.rounds[-1] != round_index or not np.isfinite([*initial, *curve.values]).all():
         return
-    lowest = int(np.argmin(curve.values))
-    base, newest = float(curve.values[lowest]), curve.last(FORGOTTEN_ROUNDS)
-    lasting = newest.min() >= (1 + FORGOTTEN) * base and lowest < len(curve) - FORGOTTEN_ROUNDS
-    if base <= 0 or not (lasting or newest[-1] >= (1 + FORGOTTEN_AT_ONCE) * base):
+    for rounds, values in (
+        ((*curve.rounds,), curve.values),
+        ((None,) * len(initial) + curve.rounds, np.append(initial, curve.values)),
+    ):
+        lowest = _risen_since(values)
+        if lowest is None:
+            continue
+        base, newest, since = float(values[lowest]), float(values[-1]), rounds[lowest]
+        gain = _gain_since_start(history, round_index) if since is None else _measured_gain(history, since, round_index)
+        if (gain is None and since is None) or (gain is not None and gain >= newest - base):
+            continue
+        when = "before the first round" if since is None else f"round {since}"
+        text = f"The loss on held-back texts rose from {base:.3f} ({when}) to {newest:.3f}"
+        text += "." if gain is None else f"; the clients' own changed by {-gain:+.3f} meanwhile."
+        begin = next(r for r, v in zip(rounds[lowest + 1 :], values[lowest + 1 :], strict=True) if v > base)
+        numbers = [Number("held_back.loss", newest, base, of="own past")]
+        yield finding("FORGETTING", round_index, text, confidence=0.95, since=begin, numbers=numbers)
         return
-    rise, gain = float(newest[-1]) - base, _gain(history, curve.rounds[lowest], round_index)
-    if gain is not None and gain >= rise:
-        return
-    text = f"The loss on held-back texts rose from {base:.3f} (round {curve.rounds[lowest]}) to {newest[-1]:.3f}"
-    text += "." if gain is None else f"; the clients' own changed by {-gain:+.3f} meanwhile."
-    since = next(r for r, v in zip(curve.rounds, curve.values, strict=True) if r > curve.rounds[lowest] and v > base)
-    yield finding(
-        "FORGETTING",
-        round_index,
-        text,
-        confidence=0.95,
-        since=since,
-        numbers=[Number("held_back.loss", float(newest[-1]), base, of="own past")],
-    )
 
 
-def _gain(history: History, since: int, round_index: int) -> float | None:
+def _risen_since(values: Array) -> int | None:
+    """Return the index of the lowest of these losses if they have risen enough since; None if not."""
+    lowest, newest = int(np.argmin(values)), values[-FORGOTTEN_ROUNDS:]
+    base = float(values[lowest])
+    lasting = newest.min() >= (1 + FORGOTTEN) * base and lowest < len(values) - FORGOTTEN_ROUNDS
+    risen = lasting or newest[-1] >= (1 + FORGOTTEN_AT_ONCE) * base
+    return lowest if len(values) > FORGOTTEN_ROUNDS and base > 0 and risen else None
+
+
+def _measured_gain(history: History, since: int, round_index: int) -> float | None:
     """Return by how much the loss on the clients' texts fell since a round; None if it is not measured."""
     curve = loss_curve(history, round_index)
     values = dict(zip(curve.rounds, curve.values.tolist(), strict=True))
     return values[since] - values[round_index] if since in values and round_index in values else None
+
+
+def _gain_since_start(history: History, round_index: int) -> float | None:
+    """Return by how much the loss on the clients' texts fell since before the first round; None if it is not known.
+
+    Where the first model's loss is not measured, the perplexities of clients in both rounds tell.
+    """
+    initial, curve = metric_curve(history, "initial.loss", round_index).values, loss_curve(history, round_index)
+    if len(initial) and len(curve) and curve.rounds[-1] == round_index:
+        return float(initial[-1] - curve.values[-1])
+    first = history.rounds()[0]
+    then, now = (history.latest("perplexity.before", own) for own in (first, round_index))
+    falls = [math.log(then[node] / now[node]) for node in then.keys() & now.keys() if then[node] > 0 < now[node]]
+    return float(np.median(falls)) if falls and first < round_index else None
 
 
 def length_imbalance(history: History, round_index: int) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fedvitals.monitor.held_back import log_held_back
+from fedvitals.monitor.held_back import INITIAL, log_held_back
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.ranks import group_of
 
@@ -55,14 +55,21 @@ class ModelRun:
     def begin(self) -> None:
         """Open the next round and its client."""
         host = self._monitor.host
+        is_first = host.monitored.last_round is None
         host.round_begin(self._round, self._model)
+        if is_first:
+            self._measure_held_back(INITIAL)
         host.client_begin(self.node, self._model, data=self._data, loss=self._loss)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the client and its round; `error` is the exception that its training raised."""
         host = self._monitor.host
         host.client_end(self.node, error)
-        if self._held_back is not None and error is None and (self._group is None or self._group.reports):
-            log_held_back(host, self._model, self._held_back, self._loss)
+        if error is None:
+            self._measure_held_back("held_back.loss")
         host.round_end(self._round, self._model)
         self._round += 1
+
+    def _measure_held_back(self, name: str) -> None:
+        if self._held_back is not None and (self._group is None or self._group.reports):
+            log_held_back(self._monitor.host, self._model, self._held_back, self._loss, name)

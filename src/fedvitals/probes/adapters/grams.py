@@ -74,6 +74,10 @@ class ClientStack:
         own = self._pairs.get(pair.name)
         return own is not None and (own.inputs, own.outputs) == (pair.inputs, pair.outputs)
 
+    def moves(self, pair: AdapterPair) -> bool:
+        """Return whether any of these clients changed an adapter that they have."""
+        return any(bool((step != 0).any()) for step in self.steps(pair.name))
+
     def steps(self, name: str) -> tuple[Any, Any]:
         """Return the clients' steps of A, [clients, r, in], and of B, [clients, r, out]; zeros of a frozen one."""
         pair = self._pairs[name]

@@ -21,15 +21,9 @@ from typing import Any
 Shape = tuple[int, ...]
 NamedShapes = Sequence[tuple[str, Shape]]
 
-# The part of a name that tells A from B, in the order (A, B).
-SIDES = (
-    ("lora_A", "lora_B"),
-    ("lora_a", "lora_b"),
-    ("lora_embedding_A", "lora_embedding_B"),
-    ("lora_down", "lora_up"),
-    ("A", "B"),
-)
-_B_OF = dict(SIDES)
+# What tells A from B in a part of a name that says «lora», such as lora_A, lora_down or q_lora_a; or that is just A.
+_B_OF = {"A": "B", "a": "b", "down": "up"}
+_SIDE = re.compile(r"(?<![A-Za-z0-9])(A|a|down)(?![A-Za-z0-9])")
 _DIAGONAL = "lora_E"  # in AdaLoRA, whose product has a third factor
 _PROMPT = re.compile(r"(^|[._])(prompt|prefix)")
 SCALES = ("scaling", "scale")  # attributes that hold α/r
@@ -67,13 +61,14 @@ def _by_names(trained: Mapping[str, Shape], frozen: Mapping[str, Shape]) -> list
     for name, shape in shapes.items():
         parts = name.split(".")
         for place, part in enumerate(parts):
-            other = ".".join([*parts[:place], _B_OF.get(part, ""), *parts[place + 1 :]])
-            if part not in _B_OF or other not in shapes or not {name, other} & trained.keys():
+            counterpart, rest = _counterpart(part)
+            other = ".".join([*parts[:place], counterpart, *parts[place + 1 :]])
+            if not counterpart or other not in shapes or not {name, other} & trained.keys():
                 continue
             if any(own.startswith(".".join([*parts[:place], _DIAGONAL])) for own in shapes):
                 break
             # If a layer has several adapters (peft), each one's name belongs to its own parameters.
-            own_name = [part for part in parts[place + 1 :] if part not in ("weight", "default")]
+            own_name = [part for part in (*rest, *parts[place + 1 :]) if part not in ("weight", "default")]
             layer, sides = ".".join([*parts[:place], *own_name]), ((name, shape), (other, shapes[other]))
             # Written as x A B, with A [in, r] and B [r, out], the product is transposed: B is on its right.
             pair = _pair(layer, *sides) or _pair(layer, *sides[::-1])
@@ -82,22 +77,38 @@ def _by_names(trained: Mapping[str, Shape], frozen: Mapping[str, Shape]) -> list
     return pairs
 
 
+@functools.lru_cache(4096)
+def _counterpart(part: str) -> tuple[str, list[str]]:
+    """Return the name of B for a part of a name of A, empty if it is none; and what else the part says."""
+    side = _SIDE.search(part) if part == "A" or "lora" in part.lower() else None
+    if side is None:
+        return "", []
+    words = (part[: side.start()] + part[side.end() :]).split("_")
+    rest = "_".join(word for word in words if word and word.lower() not in ("lora", "embedding"))
+    return part[: side.start()] + _B_OF[side[1]] + part[side.end() :], [rest] if rest else []
+
+
 def _by_shapes(trained: NamedShapes, frozen: NamedShapes) -> list[AdapterPair]:
-    """Return the pairs of modules that train only two matrices, next to a frozen matrix of their product's shape."""
+    """Return the pairs of modules that train only two matrices, next to a frozen matrix of their product's shape.
+
+    That matrix is in the same module or, alone, in the one around it.
+    """
     groups: dict[str, list[tuple[str, Shape]]] = defaultdict(list)
     for name, shape in trained:
         groups[_module_of(name)].append((name, shape))
-    bases: dict[str, set[Shape]] = defaultdict(set)
+    bases: dict[str, list[Shape]] = defaultdict(list)
     for name, shape in frozen:
-        for module in (name.rpartition(".")[0], _module_of(name)):
-            bases[module].add(shape)
+        for module in {name.rpartition(".")[0], _module_of(name)} if len(shape) > 1 else ():
+            bases[module].append(shape)
     pairs = []
     for module, own in groups.items():
-        if len(own) != 2 or not bases.get(module):
+        around = bases.get(module.rpartition(".")[0], []) if module else []
+        beside = bases.get(module) or around
+        if len(own) != 2 or not beside or (beside is around and len(around) > 1):
             continue
         candidates = [_pair(module, *sides) for sides in (own, own[::-1])]
         fitting = [
-            p for p in candidates if p is not None and {(p.outputs, p.inputs), (p.inputs, p.outputs)} & bases[module]
+            p for p in candidates if p is not None and {(p.outputs, p.inputs), (p.inputs, p.outputs)} & {*beside}
         ]
         # If A and B could be exchanged, only names would distinguish them.
         pairs += fitting if len(fitting) == 1 else []
@@ -130,15 +141,17 @@ def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[st
     return {kind: count for kind, count in kinds.items() if count}
 
 
-def describe_trained(trained: Sequence[str], tensors: int, pairs: Sequence[AdapterPair]) -> str:
-    """Return a sentence on what trains of a model with this many tensors: its low-rank adapters, and what else."""
+def describe_trained(trained: Sequence[str], frozen: NamedShapes, pairs: Sequence[AdapterPair]) -> str:
+    """Return a sentence on what trains of a model: its low-rank adapters, and what else."""
     kinds = other_kinds(trained, pairs)
     prompts, others = kinds.get("prompt", 0), kinds.get("other", 0)
     parts = [f"{count} {words}" for count, words in ((prompts, "of prompts or prefixes"), (others, "others")) if count]
-    share = f"{len(trained)} of {tensors} tensors train"
+    share = f"{len(trained)} of {len(trained) + len(frozen)} tensors train{'s' * (len(trained) == 1)}"
     if not pairs:
         named = f" ({', '.join(parts)})" if prompts else ""
-        return f"{share}{named}; no two of them are the A and B of a low-rank adapter."
+        resting = len(_by_names(dict(frozen), {}))
+        rest = f"; {resting} low-rank adapter{'s are' if resting > 1 else ' is'} frozen" if resting else ""
+        return f"{share}{named}; none is the A or B of a low-rank adapter{rest}."
     ranks = sorted({pair.rank for pair in pairs})
     words = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     beside = f"; beside them, {', '.join(parts)}" if parts else ""

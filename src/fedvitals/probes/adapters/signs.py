@@ -41,7 +41,7 @@ class AdapterSigns:
     energy_above: Array  # share of ‖P‖² in the directions above the smallest rank of a client
     energy_kept: Array  # of these directions: ‖P‖² over that of the mean over the clients that have them
     error: Array  # ‖P − M‖ / ‖M‖, M = Σ w_i s_i B_i A_i
-    error_by_rank: Array  # the same, each direction averaged over the clients that have it
+    error_by_rank: Array  # the same, each direction averaged over the clients that have it; where none has, it stays
     moved: Array  # clients whose factors differ from what they were sent
     spectrum: Array  # [adapters, DIRECTIONS]: shares of ‖P‖² of the first singular directions
     client_norms: Array  # ‖M_i‖
@@ -82,11 +82,14 @@ def signs_of(grams: Sequence[Grams], scales: Array, weights: Array | None, *, fi
     before, after, own = coefficients[:, 0], coefficients[:, 1], coefficients[:, 2 : 2 + clients]
     beginning = 0.0 if first is None else coefficients[:, first]
     known_ranks = [rank for rank in held if rank]
-    differing, smallest = len({*known_ranks}) > 1, min(known_ranks, default=grams[0].ranks[1])
+    smallest = min(known_ranks, default=grams[0].ranks[1])
     above = stack.numbers >= smallest
+    resting = before * (stack.numbers >= max(known_ranks, default=0))  # directions that none of these clients has
+    differing = len({*known_ranks}) > 1 or bool(known_ranks and stack.norms(resting[:, None]).any())
     mean = intended = np.zeros_like(after)
     if weights is not None:
-        mean, intended = weights @ own, stack.in_columns(_shares(held, weights)) * stack.scale_by_column
+        mean = weights @ own
+        intended = stack.in_columns(_shares(held, weights)) * stack.scale_by_column + resting
     whole = (after, after - before, after - beginning, after * above)
     averaged = (mean, after - mean, intended, after - intended, intended * above)
     rows = np.stack((*whole, *averaged), axis=1)

@@ -183,10 +183,11 @@ class AdapterWatch:
         clients = [(u, layout) for u in updates if (layout := self._usable(u)) is not None]
         if not clients:
             return []
-        if all(_same(start.values[n], new.values[n]) for p in pairs for n in (p.a, p.b)):
-            return []  # the aggregation was not observed
         clients.sort(key=lambda client: id(client[1]))
         stacks = stacked_clients([(update.vector, layout) for update, layout in clients])
+        unchanged = all(_same(start.values[n], new.values[n]) for p in pairs for n in (p.a, p.b))
+        if unchanged and any(stack.moves(pair) for stack in stacks for pair in pairs if stack.has(pair)):
+            return []  # the aggregation was not observed
         nodes = [update.node for update, _ in clients]
         ratios = [self._ratio(update.node, layout, start) for update, layout in clients]
         due = [pairs[place] for place in self._due(pairs, len(clients))]
