@@ -33,17 +33,10 @@ LISTED = 60
 ADVICE = 5  # cases whose first remedy is listed under what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
-STATES = {
-    "ill": "Problem",
-    "watch": "Watch",
-    "healthy": "OK",
-    "warming": "Too early",
-    "unjudged": "Not judged",
-}
 
 
 def verdict_card(verdict: Verdict) -> Card:
-    blocks: list[Block] = [Text(f"{STATES[verdict.state]} · {literal(verdict.headline)}", "lead")]
+    blocks: list[Block] = [Text(f"{verdict.word} · {literal(verdict.headline)}", "lead")]
     if verdict.why:
         blocks.append(Text(literal(verdict.why)))
     if verdict.next_step:
