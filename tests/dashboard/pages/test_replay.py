@@ -61,7 +61,7 @@ def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have moved by").wait_for()
     page.get_by_label(f"What if without {NOISY}").uncheck()
     page.wait_for_url("**keep=all")
-    page.locator("#whatif .said", has_text="bit by bit").wait_for()
+    page.locator("#whatif .said", has_text="bit for bit").wait_for()
     page.get_by_role("button", name="leave out suspects").click()
     page.wait_for_url(f"**drop={NOISY}")
     page.get_by_label("aggregation").select_option("median")
