@@ -19,6 +19,7 @@ from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import roster
 from fedvitals.views.comparison.page import compare_page
 from fedvitals.views.comparison.runs import compared
+from fedvitals.views.evidence import evidence_of
 from fedvitals.views.heat import layer_grid
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.round import round_table
@@ -108,6 +109,13 @@ def test_the_report_and_the_comparison_say_so_too(lost, tmp_path, capsys):
     assert [row.odd for row in page.rows if row.name in ("loss, last", "accuracy, last")] == [(), (0, 1)]
     (losses,) = (picture for picture in page.pictures if picture.name == "loss")
     assert [line.odd for line in losses.lines] == [[6, 7, 8]] * 2
+
+
+def test_evidence_of_a_crash_is_the_errors_and_not_what_stayed_the_same(lost):
+    path, run = lost
+    with open_reader(path) as reader:
+        crash = next(case for case in cases_of(reader, run) if case.issue == "CRASH")
+        assert [plot.title for plot in evidence_of(reader, run, crash).plots] == ["errors in a round"]
 
 
 def test_what_is_not_judged_yet_is_not_over(tmp_path):
