@@ -234,6 +234,9 @@ def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], case
 
 def _verdict(state: State, headline: str, detail: str, worst: Case, since: int | None) -> Verdict:
     why = shortened(worst.newest.message)
+    begins, _, rest = why.partition(": ")
+    if rest and headline.startswith(begins):  # the headline has said it
+        why = rest[:1].upper() + rest[1:]
     remedies = worst.issue_entry.remedies
     return Verdict(
         state,
