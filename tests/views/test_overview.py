@@ -187,6 +187,7 @@ def test_what_is_muted_is_counted_and_suspects_nobody(reader, tmp_path):
 def test_a_sign_that_few_clients_tell_does_not_open_the_map():
     counts = {"loss": [1, 0, 2, 1, 1], "update.norm": [20] * 5}
     assert _for_clients(counts, ["loss", "update.norm"]) == "update.norm"
+    assert _for_clients({**counts, "loss": [10] * 5}, ["loss", "update.norm"]) == "update.norm"  # half of it empty
     assert _for_learning(counts, ["loss", "update.norm"]) == "loss"  # a few tell how the others learn
     assert _for_learning({**counts, "loss": [0, 0, 0, 0, 1]}, ["loss", "update.norm"]) == "update.norm"
     assert _for_clients({}, []) is None

@@ -165,7 +165,7 @@ def _behind(case: Case, behind: Sequence[str], counts: Mapping[str, Sequence[int
 def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """Return the first sign that most clients have in most rounds: an occasional one would leave a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
-    dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
+    dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) > ENOUGH * most]
     return next(iter([*dense, *(name for name in FIRST_SIGHT if name in names), *names]), None)
 
 
