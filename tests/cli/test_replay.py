@@ -125,7 +125,7 @@ def test_the_tape_of_a_flower_run_is_looked_at_and_its_aggregations_proved(tmp_p
     nodes = [row[0] for row in told[1]["rows"]]
     assert [row[0] for row in told[2]["rows"]] == nodes
     assert holds_for_each(row[1] > 0 for row in told[2]["rows"])
-    code, out, _ = run(capsys, "replay", "flowers", "-c", f"diff {nodes[0]} cohort", "--store", store)
+    code, out, _ = run(capsys, "replay", "flowers", "-c", f"diff {nodes[0]} others", "--store", store)
     assert "cosine to mean" in out
     code, _, error = run(capsys, "replay", "flowers", "-c", f"into {nodes[0]}", "--store", store)
     assert code == 2

@@ -36,6 +36,23 @@ def test_the_heat_maps_open_on_what_the_finding_rests_on(tmp_path):
     assert (found.family, found.statistic) == ("gradient", "rms")
 
 
+def test_a_sign_measured_in_turns_does_not_open_the_heat_map(tmp_path):
+    """Half of its cells would be empty, mostly those of the client in question; the finding's own sign always opens."""
+    places = [(Where(RUN, number, f"c{at}"), at) for number in range(10) for at in range(6)]
+    turns = [Metric(where, 1.0, "fit.loss_before", 2.0) for where, at in places if (where.round + at) % 2]
+    every = [Metric(where, 1.0, "update.cosine_mean", 0.9 - 0.9 * (at == 3)) for where, at in places]
+    path = written(tmp_path / "runs.db", findings=[finding("c3")], more=[*turns, *every])
+    with open_reader(path) as reader:
+        assert overview(reader, RUN).sign == "update.cosine_mean"
+    numbers = {
+        "since": 4,
+        "numbers": [{"name": "loss_before", "value": 2.0, "usual": 1.0, "of": "peers", "score": 4.0}],
+    }
+    stamp([replace(finding("c3"), evidence=numbers)], path)
+    with open_reader(path) as reader:
+        assert overview(reader, RUN).sign == "fit.loss_before"
+
+
 @pytest.mark.browser
 @needs_browser
 def test_a_live_run_does_not_switch_what_is_looked_at(page, tmp_path):

@@ -17,7 +17,9 @@ from fedvitals.store import open_reader
 from fedvitals.views.card import health_card
 from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import roster
+from fedvitals.views.comparison.page import compare_page
 from fedvitals.views.comparison.runs import compared
+from fedvitals.views.evidence import evidence_of
 from fedvitals.views.heat import layer_grid
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.round import round_table
@@ -101,8 +103,19 @@ def test_the_report_and_the_comparison_say_so_too(lost, tmp_path, capsys):
     assert "last round" in written
     with open_reader(path) as reader:
         figures = figures_of(reader, run)
-    issues = [trouble.issue for trouble in compared([[figures], [figures]]).troubles]
-    assert issues == ["NAN_GRADIENT", "NAN_WEIGHTS", "DIVERGENCE", "CRASH"]
+    comparison, page = compared([[figures], [figures]]), compare_page([[figures], [figures]])
+    assert [trouble.issue for trouble in comparison.troubles] == ["NAN_GRADIENT", "NAN_WEIGHTS", "DIVERGENCE", "CRASH"]
+    assert [side.verdict for side in comparison.sides] == [f"Problem: {HEADLINE}"] * 2
+    assert [row.odd for row in page.rows if row.name in ("loss, last", "accuracy, last")] == [(), (0, 1)]
+    (losses,) = (picture for picture in page.pictures if picture.name == "loss")
+    assert [line.odd for line in losses.lines] == [[6, 7, 8]] * 2
+
+
+def test_evidence_of_a_crash_is_the_errors_and_not_what_stayed_the_same(lost):
+    path, run = lost
+    with open_reader(path) as reader:
+        crash = next(case for case in cases_of(reader, run) if case.issue == "CRASH")
+        assert [plot.title for plot in evidence_of(reader, run, crash).plots] == ["errors in a round"]
 
 
 def test_what_is_not_judged_yet_is_not_over(tmp_path):

@@ -3,9 +3,11 @@
 
 import contextlib
 import re
+import time
 
 import pytest
 
+from fedvitals.records import Run
 from support import overview_run as charted
 from support.dashboard_server import expect, judge, ready, serve
 
@@ -221,7 +223,17 @@ def test_a_run_without_rounds_says_what_will_come(tmp_path, page):
     with shown(page, charted.written(tmp_path / "s.db", rounds=0, finished=False)) as url:
         ready(page, url, "overview")
         assert "No round yet." in page.locator("main").inner_text()
+        assert "0 rounds" in page.locator(".facts").inner_text()  # how many were planned is not known
         assert page.locator(".bands figure.chart:visible").count() == 0
+
+
+def test_a_run_that_has_just_begun_waits_for_round_0(tmp_path, page):
+    config = {"rounds": 9, "fedvitals": {"detectors": 34}}
+    charted.stamp([Run(charted.RUN, "charted", config=config, started=time.time())], tmp_path / "s.db")
+    with shown(page, tmp_path / "s.db") as url:
+        ready(page, url, "overview")
+        expect(page.locator(".facts")).to_contain_text("waiting for round 0")
+        expect(page.locator(".verdict-headline")).to_have_text("Waiting for round 0.")
 
 
 @pytest.mark.parametrize("page", [{"color_scheme": "light"}, {"color_scheme": "dark"}], indirect=True)

@@ -77,6 +77,26 @@ def test_who_is_slow_but_not_waited_for_is_a_note(tmp_path, capsys):
     assert "Rounds waited less than 1 % of their time for it." in " ".join(out.split())
 
 
+def test_the_card_begins_with_the_verdict_and_has_the_times_that_rounds_wait_for(slow, capsys):
+    path, run = slow
+    _, out, _ = run_verb(capsys, "show", run, "--store", path)
+    order = [
+        out.index(words) for words in ("Problem: c3 is far slower", "Next step:", "Vital signs", "Measured in turns")
+    ]
+    assert order == sorted(order)
+    times = {line.split()[0]: " ".join(line.split()[-2:]) for line in out.splitlines() if line.endswith(" ms")}
+    assert (times["c3"], times["c0"]) == ("156 ms", "24.6 ms")
+
+
+def test_the_report_gives_one_advice_for_a_straggler(slow, tmp_path, capsys):
+    path, run = slow
+    run_verb(capsys, "report", run, "--store", path, "--output", tmp_path / "slow.md")
+    todo = (tmp_path / "slow.md").read_text(encoding="utf-8").partition("\n## What to do")[2].partition("\n## ")[0]
+    assert todo.count("Speed up c3, or leave it out") == 1
+    assert "Speed up the client" not in todo
+    assert "its data, if it is left out" in todo
+
+
 @pytest.mark.browser
 @needs_browser
 def test_the_pages_and_the_terminal_say_it(page, slow, capsys):

@@ -19,6 +19,7 @@ from fedvitals.plot.svg import for_page, svg_of
 from fedvitals.records import Metric, Run, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.cases import case_key, cases_of
+from support import overview_run
 from support import plotted_runs as pictured
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -258,3 +259,13 @@ def test_axes_are_wide_and_no_line_crosses_empty_rounds(tmp_path):
 def test_a_long_name_keeps_its_end():
     assert words("hospital-heidelberg-radiology-node-07", 20) == "hospital-h…y-node-07"
     assert words("18418001853788474769") == "…474769"
+
+
+def test_the_name_of_a_sign_is_whole_and_a_finding_begins_where_its_sentence_says(tmp_path):
+    found = overview_run.finding("c3", since=4, number=7)
+    cosines = [Metric(Where(overview_run.RUN, 3, f"c{i}"), 1.0, "update.cosine_mean", 0.5) for i in range(6)]
+    path = overview_run.written(tmp_path / "s.db", findings=[found], more=cosines)
+    axes = plot.cohort(overview_run.RUN, "update.cosine_mean", store=path).axes[0]
+    assert axes.get_ylabel().split() == ["cosine", "to", "the", "other", "clients'", "updates"]
+    upright = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
+    assert upright == [4]  # «since round 4», though it was seen in round 7 first

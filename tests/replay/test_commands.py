@@ -57,7 +57,7 @@ def test_a_whole_session_as_it_is_typed(typed):
         ("print metric accuracy", "round 0 to 5"),
         ("print batch c1", "share"),
         ("print state", "model"),
-        ("diff c4 cohort", "cosine to mean"),
+        ("diff c4 others", "cosine to mean"),
         ("diff c4 c3", "distance"),
         ("diff round 1 2", "beginnings of rounds 1 and 2"),
         ("findings", "findings up to round 0"),
@@ -65,7 +65,7 @@ def test_a_whole_session_as_it_is_typed(typed):
         ("verify 2 c4", "proved"),
         ("whatif drop c4 rounds 2-3", "what if: drop c4"),
         ("help", "goto 12"),
-        ("help diff", "cohort"),
+        ("help diff", "others"),
         ("", ""),
         ("# nothing", ""),
     ],
@@ -90,7 +90,7 @@ def test_breakpoints_are_numbered_listed_and_removed(typed):
 
 
 def test_an_apostrophe_is_no_quotation_mark(typed):
-    assert typed.do("break update.norm of c4 < 0.9 × the cohort's median").endswith("the cohort's median")
+    assert typed.do("break update.norm of c4 < 0.9 × the cohort's median").endswith("the others' median")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_an_apostrophe_is_no_quotation_mark(typed):
         ("step", "into c7"),
         ("rounds 3", "stands alone"),
         ("print", "Print what"),
-        ("diff c1", "diff c7 cohort"),
+        ("diff c1", "diff c7 others"),
         ("diff round 1 77", "not on the tape"),
         ("verify 1-x", "3-9"),
         ("whatif", "whatif drop c7"),
@@ -128,17 +128,17 @@ def test_a_wrong_command_teaches(typed, line, taught):
 
 
 def test_whatever_is_shown_can_be_plotted(typed):
-    for line in ("plot loss c4 loss.png", "plot diff c4 cohort", "plot findings f.svg", "print update c1", "plot"):
+    for line in ("plot loss c4 loss.png", "plot diff c4 others", "plot findings f.svg", "print update c1", "plot"):
         typed.do(line)
     assert [title for title, _ in typed.drawn] == [
         "loss of c4, round 0",
-        "update of c4 and of its cohort, round 0",
+        "update of c4 and of the other clients, round 0",
         "findings up to round 0",
         "update of c1, round 0",
     ]
     assert [path for _, path in typed.drawn] == [
         "loss.png",
-        "update-of-c4-and-of-its-cohort--round-0.png",
+        "update-of-c4-and-of-the-other-clients--round-0.png",
         "f.svg",
         "update-of-c1--round-0.png",
     ]
@@ -153,7 +153,7 @@ def test_tab_offers_what_may_come_next(typed):
     assert typed.complete("hea", "print gradient hea") == ["head.weight", "head.bias"]
     assert "update.norm" in typed.complete("upd", "print metric upd")
     assert typed.complete("", "goto ")[:2] == ["0", "1"]
-    assert "cohort" in typed.complete("c", "diff c")
+    assert "others" in typed.complete("o", "diff o")
     assert typed.complete("x", "nonsense x") == []
     assert typed.complete("ro", "plot ro") == ["rounds"]
 
@@ -214,7 +214,7 @@ def test_a_picture_that_cannot_be_written_ends_no_session(store, tmp_path):
 
 def test_two_numbers_are_rounds_and_tables_are_exported(typed, tmp_path):
     assert typed.do("diff 1 2").title == typed.do("diff round 1 2").title
-    typed.do(f"export diff c4 cohort {tmp_path}/diff.csv")
+    typed.do(f"export diff c4 others {tmp_path}/diff.csv")
     assert (tmp_path / "diff.csv").read_text().startswith("layer,norm c4,")
     typed.do(f"export update c4 head {tmp_path}/head.safetensors")
     assert {*load_file(tmp_path / "head.safetensors")} == {"head.weight", "head.bias"}

@@ -74,7 +74,7 @@ def test_every_example_is_understood_and_reads_back(text: str) -> None:
         ("c7's update.norm exceeds 5 times its median", "update.norm of c7 > 5 × its median"),
         ("c7’s update norm is over 500 % of its median", "update.norm of c7 > 5 × its median"),  # noqa: RUF001
         ("update.norm of every client > 5 × its average", "update.norm of any client > 5 × its mean"),
-        ("update.norm > 3 x the cohort's median", "update.norm > 3 × the cohort's median"),
+        ("update.norm > 3 x the cohort's median", "update.norm > 3 × the others' median"),
         ('update.norm of "site a" ≥ 3', 'update.norm of "site a" >= 3'),
         ("update.norm of conv1 in c7 > 1", "update.norm of layer conv1 in c7 > 1"),
         ("«accuracy falls below 50%»", "accuracy < 0.5"),

@@ -369,7 +369,7 @@ def test_a_session_looks_into_a_plain_loop(recorded):
         session.goto(3)
         assert len(session.clients().rows) == len(NODES)
         assert {row[0] for row in session.show("update c1").rows} >= {"0.weight", "4.bias"}
-        assert session.diff("c1", "cohort").rows
+        assert session.diff("c1", "others").rows
 
 
 def test_wrong_answers_of_train_are_told(tape):

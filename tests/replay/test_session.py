@@ -232,12 +232,12 @@ def test_wrong_things_to_show_are_taught(session):
 def test_an_update_stands_out_from_its_cohort(session):
     """Of c4, which learns noise, the direction is nobody else's; of a healthy one it is everybody's."""
     session.goto(4)
-    cosine = {node: session.diff(node, "cohort").rows[-1][-1] for node in ("c4", "c1")}
+    cosine = {node: session.diff(node, "others").rows[-1][-1] for node in ("c4", "c1")}
     assert cosine["c4"] < 0.5 < cosine["c1"]
     both = session.diff("c4", "c1")
     assert both.rows[-1][1:3] == (
-        pytest.approx(session.diff("c4", "cohort").rows[-1][1]),
-        pytest.approx(session.diff("c1", "cohort").rows[-1][1]),
+        pytest.approx(session.diff("c4", "others").rows[-1][1]),
+        pytest.approx(session.diff("c1", "others").rows[-1][1]),
     )
     with pytest.raises(ConfigError, match="from itself"):
         session.diff("c1", "c1")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from fedvitals.errors import ConfigError
 from fedvitals.replay.counterfactual.change import WhatIfChange, change_from, parse
 from fedvitals.replay.counterfactual.fork import fork
 from fedvitals.replay.counterfactual.reaggregate import DriftEstimate, RecordedRounds, reaggregate
+from fedvitals.replay.debugger.debugger_output import table_output
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import ChangeObserver, ReusingFederation, copy_of_server
+from fedvitals.replay.shares import Points, Share, metric_in_words
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -250,3 +253,11 @@ def test_a_change_that_a_topology_has_no_place_for_is_refused(tmp_path: Path) ->
         fork(player, 1, parse("server_rate / 2"), store=store)
     with pytest.raises(ConfigError, match="ends in round"):
         fork(player, 1, parse("drop c2"), store=store, until=9)
+
+
+def test_shares_are_printed_as_everywhere_and_stay_numbers_in_files():
+    row = (6, Share(0.61842), Points(-0.00557), 2.074)
+    output = table_output("what if", ("round", "accuracy", "difference", "loss"), [row])
+    assert "61.8 %  -0.557 points  2.074" in str(output)
+    assert "6,0.61842,-0.00557,2.074" in output.as_csv()
+    assert [metric_in_words("accuracy", value) for value in (0.7159, math.nan, None)] == ["71.6 %", "NaN", "–"]

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.errors import ConfigError
-from fedvitals.records import Metric, Where
+from fedvitals.records import Metric, Suspect, Where
 from fedvitals.store import open_reader
 from fedvitals.store.marks import set_mark
 from fedvitals.views.cases import case_key, cases_of
@@ -156,13 +156,23 @@ def test_the_overview_tells_verdict_cases_suspects_and_what_can_be_shown(reader)
     found = overview(reader, charted.RUN)
     assert found.verdict.state == "ill"
     assert [line.key for line in found.cases] == [found.verdict.key]
-    assert [(line.node, line.reason) for line in found.suspects] == [("c3", "random wrong labels")]
+    assert [(line.node, line.reason, line.sure) for line in found.suspects] == [("c3", "random wrong labels", "90 %")]
     assert (found.sign, found.learning, found.scale) == ("loss", "loss", "scale.gsc")
     assert found.outcomes == ["accuracy"]
     names = [line.name for line in found.signs]
     assert names[0] == "loss"
     assert "time.round" not in names  # of no client
     assert [family.name for family in found.families] == ["gradient"]
+
+
+def test_a_client_is_as_suspect_as_the_finding_about_it_is_sure(tmp_path):
+    """One probability of one client on a page; others that the finding suspects have their own."""
+    suspects = (Suspect("c3", 0.9, "another α/r"), Suspect("c4", 0.4, "another α/r"))
+    found = replace(charted.finding("c3", confidence=0.97), suspects=suspects)
+    with open_reader(charted.written(tmp_path / "s.db", findings=[found])) as reader:
+        shown = overview(reader, charted.RUN)
+    assert [(line.node, line.sure) for line in shown.suspects] == [("c3", "97 %"), ("c4", "40 %")]
+    assert "97 %" in shown.verdict.headline
 
 
 def test_what_is_muted_is_counted_and_suspects_nobody(reader, tmp_path):
@@ -177,6 +187,7 @@ def test_what_is_muted_is_counted_and_suspects_nobody(reader, tmp_path):
 def test_a_sign_that_few_clients_tell_does_not_open_the_map():
     counts = {"loss": [1, 0, 2, 1, 1], "update.norm": [20] * 5}
     assert _for_clients(counts, ["loss", "update.norm"]) == "update.norm"
+    assert _for_clients({**counts, "loss": [10] * 5}, ["loss", "update.norm"]) == "update.norm"  # half of it empty
     assert _for_learning(counts, ["loss", "update.norm"]) == "loss"  # a few tell how the others learn
     assert _for_learning({**counts, "loss": [0, 0, 0, 0, 1]}, ["loss", "update.norm"]) == "update.norm"
     assert _for_clients({}, []) is None

@@ -196,6 +196,11 @@ def test_a_long_message_is_cut_after_a_sentence_or_a_word():
     assert len(verdict(label_noise(message="x" * 300)).why) == 200
 
 
+def test_what_was_seen_does_not_begin_with_the_headline_again():
+    drift = verdict(label_noise("CLIENT_DRIFT", node=None, message="Clients pull apart: each ends with its own task."))
+    assert (drift.headline, drift.why) == ("Clients pull apart, since round 5 (96 %)", "Each ends with its own task.")
+
+
 def test_a_finding_of_a_users_own_speaks_in_its_own_words():
     own = Finding(Where("", 39, "c7"), 0.0, "MY_RULE", "warning", 0.8, "c7 is\nodd.", {"since": 20})
     assert verdict(own).headline == "c7 is odd, since round 20 (80 %)"

@@ -152,7 +152,9 @@ def _without(verdict: RunVerdict, after: float) -> Remedy:
     saving = verdict.seconds - after
     why = f"Slow in {verdict.bound_by}." if verdict.bound_by else "The run is straggler-bound."
     assumes = "The others' times stay as they are."
-    costs = "A faster machine or link; their data, if they are left out."
+    costs = (
+        f"A faster machine or link; {'its data, if it is' if len(slow) == 1 else 'their data, if they are'} left out."
+    )
     name = ISSUES_BY_CODE["STRAGGLER"].remedies[0].rstrip(".").replace("the client", names)
     name = name if len(slow) == 1 else name.replace("leave it", "leave them")
     share = saving / verdict.seconds

@@ -87,11 +87,15 @@ def _suspects(store: str | None, run: str | None, good: int, bad: int) -> tuple[
 
 
 def _print(culprit: BisectResult, store: str | None) -> None:
+    from fedvitals.replay.shares import metric_in_words
+
     console = new_console()
     table = new_table("without", "from round", f"{culprit.metric} in round {culprit.bad}")
-    table.add_row("nobody (recorded)", "", f"{culprit.recorded:.4f}")
+    table.add_row("nobody (recorded)", "", metric_in_words(culprit.metric, culprit.recorded))
     for attempt in culprit.tries:
-        table.add_row(shown(", ".join(attempt.without)), str(attempt.first), f"{attempt.value:.4f}")
+        table.add_row(
+            shown(", ".join(attempt.without)), str(attempt.first), metric_in_words(culprit.metric, attempt.value)
+        )
     console.print(table)
     console.print(f"\n[bold]{shown(str(culprit))}[/bold]")
     console.print(f"[dim]Restored means: {shown(culprit.criterion)}.[/dim]")

@@ -104,7 +104,9 @@ def print_card(
     if known.refutation:
         console.print(f"  proved wrong by: {shown(known.refutation)}", soft_wrap=True)
     for action in actions:
-        action_text = f"{action.status}: {action.kind} {action.target or ''} (round {action.where.round})"
+        action_text = (
+            f"{action.status}: {action.kind.replace('_', ' ')} {action.target or ''} (round {action.where.round})"
+        )
         console.print(f"  action    {shown(action_text)}", soft_wrap=True)
     console.print()
 

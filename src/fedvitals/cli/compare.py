@@ -209,9 +209,11 @@ def _plot(console: Any, comparison: Comparison) -> None:
 
 
 def _divergences(console: Any, comparison: Comparison) -> None:
-    """Print in which round each side begins to differ from the first, and whose updates do."""
+    """Print the verdict on each side, in which round it begins to differ from the first, and whose updates do."""
     from fedvitals.views.comparison.page import in_words
 
+    for side in comparison.sides:
+        console.print(f"{_letter(side.letter)}  {shown(side.verdict)}")
     for sentence in in_words(comparison)[2]:
         console.print(shown(sentence))
     console.print()

@@ -26,7 +26,6 @@ def command(runs: tuple[str, ...], output: str | None, force: bool, store: str |
     """
     from pathlib import Path
 
-    from fedvitals.report.findings_part import STATES
     from fedvitals.report.write import report
     from fedvitals.store import open_reader
     from fedvitals.views.units import size
@@ -40,5 +39,4 @@ def command(runs: tuple[str, ...], output: str | None, force: bool, store: str |
     beside = f" and {len(written.pictures)} pictures beside it" if written.pictures else ""
     click.echo(f"{written.file}  {size(written.bytes)}{beside}")
     for verdict in written.verdicts:
-        line = f"{STATES[verdict.state]}: {verdict.headline}"
-        click.echo("".join(c if c.isprintable() else "?" for c in line))
+        click.echo("".join(c if c.isprintable() else "?" for c in verdict.sentence))

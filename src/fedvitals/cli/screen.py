@@ -81,7 +81,7 @@ def shown(text: str) -> str:
 
 def print_verdict(console: Any, verdict: Verdict) -> None:
     """Print the verdict on a run in the dashboard's words: what happened, what was seen, what to do first."""
-    console.print(f"[bold]{shown(verdict.headline)}[/bold]", soft_wrap=True)
+    console.print(f"[bold]{shown(verdict.sentence)}[/bold]", soft_wrap=True)
     if verdict.why:
         console.print(shown(verdict.why), soft_wrap=True)
     if verdict.next_step:

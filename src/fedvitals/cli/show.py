@@ -39,6 +39,7 @@ COLUMNS = {
     "fit.accuracy_before": "before",
     "fit.accuracy_after": "after",
     "loss": "loss",
+    "time.client_virtual": "time",
     "time.client": "time",
 }
 
@@ -75,7 +76,8 @@ def command(run: str | None, node: str | None, everything: bool, store: str | No
 
 def _print(card: Card, verdict: Verdict, state: str, everything: bool, store: str | None) -> None:
     console = new_console()
-    _head(console, card, verdict, state, store)
+    _head(console, card, state)
+    _health(console, card, verdict, store)
     console.print(_signs(card))
     rows = None if everything else ROWS
     if card.clients:
@@ -87,12 +89,10 @@ def _print(card: Card, verdict: Verdict, state: str, everything: bool, store: st
         console.print("[bold]Not measured[/bold]")
         for names, needs in card.absent.items():
             console.print(f"  {shown(names)}: [dim]needs {shown(needs)}[/dim]", soft_wrap=True)
+    _how_measured(console, card, store)
 
 
-def _head(console: Any, card: Card, verdict: Verdict, state: str, store: str | None) -> None:
-    from fedvitals.store.tapes import tape_bytes
-    from fedvitals.views.card import how_often
-
+def _head(console: Any, card: Card, state: str) -> None:
     run, summary = card.run, card.summary
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
     console.print(
@@ -102,18 +102,23 @@ def _head(console: Any, card: Card, verdict: Verdict, state: str, store: str | N
     thinned = f", thinned: {summary.thinned} client-rounds" if summary.thinned else ""
     amount = f"{counted(summary.rounds, 'round')}, {counted(summary.clients, 'client')}"
     console.print(f"{amount}{cost}; lost: {counted(summary.lost, 'record')}{thinned}")
+
+
+def _how_measured(console: Any, card: Card, store: str | None) -> None:
+    """Print how often probes measured, what was allowed to leave a client, and whether there is a tape."""
+    from fedvitals.store.tapes import tape_bytes
+    from fedvitals.views.card import how_often
+
+    run = shown(card.run.id)
     if card.measured:
-        console.print(f"[dim]{shown(how_often(card))}[/dim]")
+        console.print(f"[dim]{shown(how_often(card))}[/dim]", soft_wrap=True)
     level, allowed = card.privacy.split(": ", 1)
     cohort = f" Sums cover at least {card.cohort} clients." if level == "1" and card.cohort is not None else ""
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
     console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
-    tape = tape_bytes(store, run.id)
+    tape = tape_bytes(store, card.run.id)
     if tape:
-        console.print(
-            f"[dim]On tape, {size(tape)}: `fedvitals replay {shown(run.id)}` runs it again.[/dim]", soft_wrap=True
-        )
-    _health(console, card, verdict, store)
+        console.print(f"[dim]On tape, {size(tape)}: `fedvitals replay {run}` runs it again.[/dim]", soft_wrap=True)
 
 
 def _health(console: Any, card: Card, verdict: Verdict, store: str | None) -> None:
@@ -160,6 +165,8 @@ def _signs(card: Card) -> Any:
 def _clients(console: Any, card: Card, rows: int | None) -> Any:
     """Return the table of clients: names and scores are never cut; without room, the last columns are dropped."""
     present = [m for m in COLUMNS if any(m in signs for signs in card.newest.values())]
+    if "time.client_virtual" in present:  # the clock by which rounds wait
+        present = [m for m in present if m != "time.client"]
     table, anywhere = _client_table(card, rows, present), console.options.update(width=10 * console.width)
     while present and console.measure(table, options=anywhere).maximum > console.width + GIVES:
         present.pop()
@@ -186,8 +193,9 @@ def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
         table.add_row(shown(who), number(client.score), why, *cells, style=style)
+    clock = "; time: on the virtual clock" if "time.client_virtual" in present else ""
     table.caption = (
-        "update: its size; cosine: to the others' mean; before, after: accuracy on own samples (last 5 rounds)"
+        f"update: its size; cosine: to the others' mean; before, after: accuracy on own samples (last 5 rounds){clock}"
     )
     table.caption_justify = "left"
     return table

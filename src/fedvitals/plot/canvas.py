@@ -16,6 +16,7 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import MissingExtraError
 from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
 from fedvitals.views.axis_ends import honest_ends
+from fedvitals.views.cases import since_of
 from fedvitals.views.units import number, seconds, size
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
     across = blended_transform_factory(axes.transData, axes.transAxes)
     seen: dict[int, list[Case]] = {}
     for case in cases:  # worst first
-        if case.first is not None:
-            seen.setdefault(case.first, []).append(case)
+        if (began := since_of(case)) is not None:
+            seen.setdefault(began, []).append(case)
     for place, (round_index, same) in enumerate(seen.items()):
         colour, shape = SEVERITY.get(same[0].severity, SEVERITY["note"])
         axes.axvline(round_index, color=colour, linewidth=0.7, alpha=0.6, zorder=1)

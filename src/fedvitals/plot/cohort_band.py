@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ POINTS = 240  # buckets of rounds; each keeps its extremes
 LINES = 6  # on top of the band; more would be unreadable
 LEGEND = "min–max, 5–95 %, median client"
 FEW = 3  # clients needed for a band and a median
+LABEL_WIDTH = 24  # characters of a line beside an axis
 
 
 @drawn
@@ -79,9 +81,8 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     height.dress(axes)
     if height.scale == "linear":
         canvas.value_axis(axes, cohort_band.unit)
-    axes.set_ylabel(
-        f"{words(metric_title(sign), 30)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}", labelpad=2
-    )
+    name = f"{words(metric_title(sign), 60)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}"
+    axes.set_ylabel(textwrap.fill(name, LABEL_WIDTH), labelpad=2)
     label_ends(axes, ends)
 
 

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import SMALL, Figure, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import (
+    SMALL,
+    Figure,
+    drawn,
+    head,
+    line,
+    mark_not_finite,
+    nothing,
+    numbers,
+    round_axis,
+    sheet,
+    value_axis,
+)
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
@@ -84,6 +96,7 @@ def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
             low, high = height.of(numbers(curve.low)), height.of(numbers(curve.high))
             axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.18, linewidth=0)
         line(axes, curve.rounds, heights.tolist(), colour)
+        mark_not_finite(axes, curve.odd)
         ends += end_of(names[curve.letter], colour, curve.rounds, heights)
     height.dress(axes)
     if height.scale == "linear":

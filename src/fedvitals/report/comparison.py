@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fedvitals import plot
 from fedvitals.plot.comparison import draw_comparison
-from fedvitals.report.findings_part import STATES, marked, verdict_card
+from fedvitals.report.findings_part import marked, verdict_card
 from fedvitals.report.markup import Block, Folded, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import settings_part
 from fedvitals.store.read import queries
@@ -62,7 +62,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
 def _sides(page: ComparePage, verdicts: Sequence[Verdict]) -> Table:
     rows = tuple(
         (side.letter, literal(side.name, 60), literal(side.runs[0]), str(len(side.runs)), str(side.rounds),
-         str(side.clients), f"{STATES[verdict.state]}: {literal(verdict.headline.removeprefix('Healthy. '))}")
+         str(side.clients), literal(verdict.sentence))
         for side, verdict in zip(page.sides, verdicts, strict=True)
     )  # fmt: skip
     head = ("", "name", "newest run", "runs", "rounds", "clients", "verdict")

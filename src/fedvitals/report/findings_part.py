@@ -33,17 +33,10 @@ LISTED = 60
 ADVICE = 5  # cases whose first remedy is listed under what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
-STATES = {
-    "ill": "Problem",
-    "watch": "Watch",
-    "healthy": "OK",
-    "warming": "Too early",
-    "unjudged": "Not judged",
-}
 
 
 def verdict_card(verdict: Verdict) -> Card:
-    blocks: list[Block] = [Text(f"{STATES[verdict.state]} · {literal(verdict.headline)}", "lead")]
+    blocks: list[Block] = [Text(f"{verdict.word} · {literal(verdict.headline)}", "lead")]
     if verdict.why:
         blocks.append(Text(literal(verdict.why)))
     if verdict.next_step:
@@ -64,11 +57,14 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
     urgent = [
         finding for finding in open_ if finding.case.now != "note" and finding.remedies and finding.case.follows is None
     ][:ADVICE]
+    in_danger = any(finding.case.severity == "critical" for finding in urgent)
+    faster = [remedy for remedy in profile.remedies if remedy.share >= SAVING and not in_danger][:2]
+    sped_up = {node for remedy in faster for node in remedy.key.get("without", ())}
     points += [
         f"**{literal(finding.case.place)}** ({literal(finding.case.title)}): {_first_step(finding, findings.verdict)}"
         for finding in urgent
+        if finding.case.issue != "STRAGGLER" or finding.case.node not in sped_up  # said below, with the gain
     ]
-    in_danger = any(finding.case.severity == "critical" for finding in urgent)
     cards = [finding.case for finding in open_]
     notes = [f"{literal(card.place)} ({literal(card.sure)})" for card in cards if card.now == "note"]
     if notes:
@@ -77,7 +73,7 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
         points.append(
             f"{literal(findings.verdict.headline)} The command below lets the detectors look at what is stored."
         )
-    for remedy in [remedy for remedy in profile.remedies if remedy.share >= SAVING and not in_danger][:2]:
+    for remedy in faster:
         gain = f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}"
         points.append(
             f"**{literal(remedy.name)}**: a round would take {seconds(remedy.after)} instead of "

@@ -101,7 +101,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "PLATEAU": (Sign("loss"), Sign("accuracy")),
     "OVERFITTING": (Sign("fit.loss_before"), Sign("local.loss"), Sign("fit.loss_after")),
     "CLIENT_DRIFT": (Sign("update.cosine_mean"), Sign("weight.drift")),
-    "LABEL_NOISE": (Sign("fit.loss_before"), peers("head")),
+    "LABEL_NOISE": (Sign("fit.loss_before"), peers("head"), Sign("update.cosine_mean")),
     "LABEL_FLIP": (Sign("fit.confusion"), Sign("fit.loss_before")),
     "INPUT_NOISE": (Sign("fit.loss_after"), peers("first")),
     "INPUT_SCALE": (Sign("gradient.norm"), Sign("update.norm")),
@@ -148,7 +148,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
         Sign("time.client_evaluate"),
     ),
     "DROP_OUT": (counted("client.dropped_out", "client.disconnected"), Sign("steps")),
-    "CRASH": (counted("client.failed", "edge.failed", "round.failed"), Sign("steps")),
+    "CRASH": (counted("client.failed", "edge.failed", "round.failed"),),
     "OUT_OF_MEMORY": (
         counted("client.failed", "edge.failed", "round.failed"),
         Sign("memory.peak"),

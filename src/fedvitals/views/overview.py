@@ -15,7 +15,7 @@ from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, me
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import VITAL_SIGNS
 from fedvitals.views.cases import Brief, Marked, brief, case_key, cases_of, since_of
-from fedvitals.views.evidence_signs import layer_statistic_behind, metrics_behind
+from fedvitals.views.evidence_signs import layer_statistic_behind, metrics_behind, named_signs
 from fedvitals.views.outline import OUTCOMES, FamilyKnown, Known, known_families, known_metric, outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
@@ -91,13 +91,14 @@ def overview(reader: Reader, run: str) -> Overview:
     names, of_clients = measured.names, measured.of_clients
     # How many nodes reported each of these signs, in a few rounds from all over the run.
     sampled = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
-    counts = count_nodes_that_told(reader, run, [n for n in of_clients if n in {*FIRST_SIGHT, *LEARNING}], sampled)
     verdict = judge(cases, facts)
     families = [
         family for family in known_families(reader, run) if FAMILIES[family.name].columns is not HISTOGRAM_COLUMNS
     ]
     worst = next((case for case in cases if case_key(case) == verdict.key), None)
     behind = [] if worst is None else metrics_behind(worst, of_clients)
+    asked = [name for name in of_clients if name in {*FIRST_SIGHT, *LEARNING, *behind}]
+    counts = count_nodes_that_told(reader, run, asked, sampled)
     by_layer = None if worst is None else layer_statistic_behind(worst, {f.name: f.statistics for f in families})
     return Overview(
         verdict=verdict,
@@ -111,7 +112,7 @@ def overview(reader: Reader, run: str) -> Overview:
         signs=[
             copied(SignLine, known_metric(name), vital=name in VITAL_SIGNS) for name in sorted(of_clients, key=_order)
         ],
-        sign=behind[0] if behind else _for_clients(counts, of_clients),
+        sign=_for_clients(counts, of_clients) if worst is None or not behind else _behind(worst, behind, counts),
         family=None if by_layer is None else by_layer[0],
         statistic=None if by_layer is None else by_layer[1],
         learning=_for_learning(counts, of_clients),
@@ -131,7 +132,9 @@ def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
     for case in cases:
         if not case.still_there:
             continue
-        named = [(s.node, s.score, s.reason) for s in case.newest.suspects]
+        # A client that the finding itself is about is as suspect as the finding is sure.
+        scores = {case.node: case.confidence}
+        named = [(s.node, scores.get(s.node, s.score), s.reason) for s in case.newest.suspects]
         if not named and case.node is not None:
             named = [(case.node, case.confidence, "")]
         for node, score, reason in named:
@@ -152,10 +155,17 @@ def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))
 
 
+def _behind(case: Case, behind: Sequence[str], counts: Mapping[str, Sequence[int]]) -> str:
+    """Return the first sign that the finding names, or that most clients have: one measured in turns shows little."""
+    named = {sign.name for sign, _ in named_signs(case)}
+    most = max(sum(own) for own in counts.values())
+    return next((name for name in behind if name in named or sum(counts[name]) > ENOUGH * most), behind[0])
+
+
 def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """Return the first sign that most clients have in most rounds: an occasional one would leave a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
-    dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
+    dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) > ENOUGH * most]
     return next(iter([*dense, *(name for name in FIRST_SIGHT if name in names), *names]), None)
 
 

@@ -22,6 +22,7 @@ from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.machine import growth
+from fedvitals.views.verdict import verdict_of
 
 # The largest value reported by a node or the whole, in this order of preference.
 PEAKS = ("memory.peak", "memory.resident")
@@ -46,6 +47,7 @@ class Figures:
     traffic: Traffic
     reached: tuple[AccuracyMilestone, ...]
     cases: tuple[Case, ...]
+    verdict: str  # in a sentence
     judged: bool  # whether detectors examined all of it; if not, an absence of findings means nothing
 
 
@@ -77,6 +79,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
         traffic=traffic,
         reached=accuracy_milestones(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
         cases=cases,
+        verdict=verdict_of(reader, run).sentence,
         judged=bool(cases) or (detectors_of(described) > 0 and not gaps_of(reader, run)),
     )
 

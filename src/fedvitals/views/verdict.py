@@ -46,6 +46,13 @@ FALLEN = 0.05  # loss of accuracy from which it is mentioned for a run whose mod
 LOOK_BACK = 20  # rounds in which clients' numbers of samples are searched
 SLOW = ("STRAGGLER", "TIMEOUT")  # issues whose verdict includes how long rounds waited
 HELPED = ("applied", "trial", "undone")  # outcomes of an action that are worth reporting
+WORDS: Mapping[State, str] = {
+    "ill": "Problem",
+    "watch": "Watch",
+    "healthy": "OK",
+    "warming": "Too early",
+    "unjudged": "Not judged",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,16 @@ class Verdict:
     levels: tuple[CauseLevel, ...] = ()  # of the worst case: something is wrong, of which family, the exact cause
     why: str = ""  # what was seen, in a sentence: the message of the worst case's newest finding
     next_step: str = ""  # what to do first
+
+    @property
+    def word(self) -> str:
+        """Return the state in a word: «Problem», «OK»."""
+        return WORDS[self.state]
+
+    @property
+    def sentence(self) -> str:
+        """Return the state and the headline: «Problem: c7 has wrong labels, since round 4 (97 %)»."""
+        return f"{self.word}: {self.headline.removeprefix('Healthy. ')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +234,9 @@ def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], case
 
 def _verdict(state: State, headline: str, detail: str, worst: Case, since: int | None) -> Verdict:
     why = shortened(worst.newest.message)
+    begins, _, rest = why.partition(": ")
+    if rest and headline.startswith(begins):  # the headline has said it
+        why = rest[:1].upper() + rest[1:]
     remedies = worst.issue_entry.remedies
     return Verdict(
         state,

@@ -17,6 +17,7 @@ from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
 from fedvitals.sinks.alerts import evaluation as alert_evaluation
 from fedvitals.sinks.alerts.evaluation import CaseDeduplication, RuleEvaluation, replay
+from fedvitals.sinks.alerts.message import value_text
 from fedvitals.sinks.alerts.rules import rule
 from fedvitals.sinks.alerts.sink import Alerts, File
 from fedvitals.store import open_reader
@@ -104,7 +105,7 @@ def test_what_is_not_a_number_breaks_every_rule_on_it():
     for text in ("update.norm > 5", "update.norm < 5", "update.norm > 5 × own median"):
         made = judged(text, [5.0, 5.0, 5.0, math.nan, math.inf if ">" in text else 1.0, 5.0])
         assert ("firing", 3) in [(alert.kind, alert.round) for alert in made]
-        assert "not a number" in made[0].message
+        assert "NaN" in made[0].message
     made = judged("update.norm > 5 × own median", [math.nan, math.nan, 1.0], gap="0 rounds")
     assert summaries(made) == [("firing", 0, 0), ("resolved", 2, 0)]  # though nothing usual is known yet
 
@@ -313,3 +314,7 @@ def test_live_and_later_are_twins(tmp_path, faults):
     assert {(a["id"], a["kind"], a["round"], a["at"], a["message"], a["node"]) for a in live} == wanted
     assert len(live) == len(later) >= 3  # how many depends on how long the rounds took
     assert {a.rule for a in later} >= {"finding"}
+
+
+def test_a_share_is_written_as_everywhere():
+    assert [value_text(value, "accuracy") for value in (0.958217, math.nan)] == ["95.8 %", "NaN"]

@@ -59,7 +59,7 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> int:
-    """Step through a recorded run, prove it, or change it.
+    """Step through a recorded run, verify it, or change it.
 
     Rounds and clients can be inspected, executed again bit for bit, and executed under other settings. RUN is a run's
     id, the beginning of one, or a name (its newest run); without it, the newest run of all. Without a terminal and

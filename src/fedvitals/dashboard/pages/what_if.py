@@ -204,7 +204,7 @@ def _compared(
     for name, mine, yours in zip(updates.names, step.split(updates.sizes), other.split(updates.sizes), strict=True):
         layers.append(ChangedLayer(name, *_numbers(mine, yours)))
     if any(came.group is not None for came in entry.came):
-        notes.append("Here all updates are put together at once; the run itself did so in groups.")
+        notes.append("Here all updates are aggregated at once; the run itself did so in groups.")
     compared = WhatIf(
         run, entry.round, True, "", command, rule, RULES, type(own).__name__, tuple(drop), len(keep),
         len(updates.nodes), "the mean of all" if after is None else "the recorded step",

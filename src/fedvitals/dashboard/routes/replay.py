@@ -70,6 +70,6 @@ def get_what_if(
     ] = "",
     rule: Rule = "recorded",
 ) -> Response:
-    """The round put together otherwise, from whole updates on the tape; if they are missing, the answer says so."""
+    """The round aggregated otherwise, from whole updates on the tape; if they are missing, the answer says so."""
     nodes = tuple(dict.fromkeys(unquote(node) for node in drop.split(",") if node))
     return taped(request, run, what_if, number, drop=nodes, rule=rule)

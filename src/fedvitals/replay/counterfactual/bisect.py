@@ -29,6 +29,7 @@ from fedvitals.replay.counterfactual.evidence import ClientEvidence, gather_evid
 from fedvitals.replay.debugger.conditions import RoundCondition
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, copy_of_server
+from fedvitals.replay.shares import metric_in_words
 from fedvitals.replay.tape.journal import round_ranges
 from fedvitals.store.in_memory import MemoryStore
 
@@ -75,17 +76,18 @@ class BisectResult:
     seconds: float = 0.0
 
     def __str__(self) -> str:
+        recorded, restored = (metric_in_words(self.metric, value) for value in (self.recorded, self.restored))
         if not self.clients:
             known = ", ".join(f"{node} (since round {round_index})" for node, round_index in self.unusual.items())
             return (
                 f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of "
-                f"round {self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
+                f"round {self.bad} ({recorded}): the cause may lie in the server or in the settings. "
                 f"Who behaves otherwise than before: {known or 'nobody'}."
             )
         them = "them" if len(self.clients) > 1 else "it"
         return (
             f"Since round {self.round}: {', '.join(self.clients)}. Without {them} the {self.metric} of round "
-            f"{self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} ({self.reruns} re-runs)."
+            f"{self.bad} is {restored}, recorded {recorded} ({self.reruns} re-runs)."
         )
 
 
@@ -185,7 +187,8 @@ class _Search:
             value = self._known[key].get(self._bad, {}).get(self._metric, math.nan)
             self.culprit.tries.append(RerunResult(tuple(without), first, value))
             names = ", ".join(without) or "nobody"
-            self.count(f"without {names} from round {first} on: {self._metric} {value:.4g} in round {self._bad}")
+            reached = metric_in_words(self._metric, value)
+            self.count(f"without {names} from round {first} on: {self._metric} {reached} in round {self._bad}")
         return self._known[key]
 
     def _rerun(self, without: tuple[str, ...], first: int) -> Metrics:

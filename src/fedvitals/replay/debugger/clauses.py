@@ -47,7 +47,7 @@ class ComparisonClause:
     quantity: Quantity
     sign: str
     number: float
-    to: str = ""  # «its median», «its mean», «the cohort's median»: of which `number` is a multiple
+    to: str = ""  # «its median», «its mean», «the others' median»: of which `number` is a multiple
 
     def __str__(self) -> str:
         right = f"{self.number:.12g} × {self.to}" if self.to else f"{self.number:.12g}"
@@ -68,7 +68,7 @@ class ComparisonClause:
     def _base(self, history: History, reading: Reading, round_index: int) -> float | None:
         if not self.to:
             return 1.0
-        if self.to == "the cohort's median":
+        if self.to == "the others' median":
             others = Quantity(self.quantity.name, ANY, self.quantity.layer).readings(history, round_index)
             values = [r.value for r in others if r.node != reading.node and math.isfinite(r.value)]
             return median(values) if values else None

@@ -194,7 +194,7 @@ def _diff(interpreter: Interpreter, words: list[str]) -> CommandOutput:
         return session.diff(*words)
     if len(words) == 1 and session.node is not None:
         return session.diff(session.node, words[0])
-    raise ConfigError(f"The command is  diff c7 cohort, diff c7 c3, or diff round 11 12; got {_got(words)}.")
+    raise ConfigError(f"The command is  diff c7 others, diff c7 c3, or diff round 11 12; got {_got(words)}.")
 
 
 def _break(interpreter: Interpreter, words: list[str], *, watch: bool = False) -> CommandOutput:
@@ -337,16 +337,16 @@ _COMMANDS = (
         ("nouns", "nodes", "layers", "metrics"),
     ),
     DebuggerCommand(
-        "plot loss c7 loss.png, plot diff c7 cohort",
+        "plot loss c7 loss.png, plot diff c7 others",
         "The same as a picture; alone: what was shown last.",
         _plot,
         ("nouns", "nodes", "layers", "metrics", *("rounds", "clients", "diff", "findings")),
     ),
     DebuggerCommand(
-        "diff c7 cohort, diff c7 c3, diff round 11 12",
+        "diff c7 others, diff c7 c3, diff round 11 12",
         "Two clients' updates, or two rounds' models.",
         _diff,
-        ("nodes", "cohort", "round"),
+        ("nodes", "others", "round"),
     ),
     DebuggerCommand("findings", "What had been found wrong by the end of this round.", _session_method("findings")),
     DebuggerCommand("break any NaN", "Stop `run` where a condition holds; alone: list them.", _break),
@@ -377,7 +377,7 @@ _COMMANDS = (
     DebuggerCommand("bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)),
     DebuggerCommand(
         "verify, verify 3-9, verify 12 c7",
-        "Run rounds again, and prove that all bits are the same.",
+        "Run rounds again, and check that all bits are the same.",
         _verify,
         ("numbers", "nodes"),
     ),

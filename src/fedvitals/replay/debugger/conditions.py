@@ -224,7 +224,7 @@ def _comparison_clause(match: re.Match[str]) -> Clause:
     to = ""
     if match["to"] is not None:
         own = (match["own"] or "").lower().replace("average", "mean")
-        to = f"its {own}" if own else "the cohort's median"
+        to = f"its {own}" if own else "the others' median"
     if match["percent"]:
         if not to and not quantity.is_share:
             raise ConfigError(f"'{quantity}' is no share: per cent of what? As in «{quantity} > 150 % of its median».")

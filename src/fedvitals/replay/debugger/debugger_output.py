@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.replay.shares import Points, Share
+
 BARS = " ▁▂▃▄▅▆▇█"
 SPARKS = 40  # characters of a line of bars
 BINS = 24
@@ -96,7 +98,8 @@ class DebuggerOutput:
             writer.writerow(fields.values())
         else:
             writer.writerow(self.columns or ("text",))
-            writer.writerows(self.rows or [(self.text,)])
+            plain = ((float(cell) if isinstance(cell, float) else cell for cell in row) for row in self.rows)
+            writer.writerows(plain if self.rows else [(self.text,)])
         return out.getvalue()
 
 
@@ -162,12 +165,12 @@ def histogram_bars(counts: Sequence[int]) -> str:
 
 
 def format_cell(value: Cell) -> str:
-    """Return a number with four digits; everything else as it is."""
+    """Return a number with four digits, a share as per cent; everything else as it is."""
     if value is None:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
+    if isinstance(value, float) and not isinstance(value, Share | Points):
         return "0" if value == 0 else f"{value:.4g}"
     return str(value)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare, layer by layer, the updates of two clients, of a client and its cohort, or the models of two rounds."""
+"""Compare, layer by layer, the updates of two clients, of a client and the others, or the models of two rounds."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.replay.debugger.debugger_output import DebuggerOutput, format_cell, table_output
+from fedvitals.replay.shares import metric_in_words
 from fedvitals.replay.tape.digests import Tensors, first_difference
 from fedvitals.replay.tape.retention import losses_of
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.session import Session
 
-COHORT = "cohort"
+OTHERS = "others"
 WHOLE = "(all)"
 
 
 def compare_clients(session: Session, first_node: str, second_node: str) -> DebuggerOutput:
-    """Compare two clients' updates of the current round. One name may be «cohort»: mean and median of all others."""
+    """Compare two clients' updates of the current round. One name may be «others»: mean and median of all others."""
     round_index = session.round
     if first_node == second_node:
-        raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} cohort.")
-    if COHORT in (first_node, second_node):
-        return _compare_with_cohort(session, round_index, first_node if second_node == COHORT else second_node)
+        raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} others.")
+    if OTHERS in (first_node, second_node):
+        return _compare_with_others(session, round_index, first_node if second_node == OTHERS else second_node)
     first, second = (session.states.required_update(round_index, node) for node in (first_node, second_node))
     rows = [(name, _norm(a), _norm(b), _norm(a - b), _cosine(a, b)) for name, a, b in _pairs(first, second)]
     columns = ("layer", f"norm {first_node}", f"norm {second_node}", "distance", "cosine")
@@ -35,12 +36,12 @@ def compare_clients(session: Session, first_node: str, second_node: str) -> Debu
     return table_output(title, columns, rows, _reply_words(session, first_node, second_node))
 
 
-def _compare_with_cohort(session: Session, round_index: int, node: str) -> DebuggerOutput:
+def _compare_with_others(session: Session, round_index: int, node: str) -> DebuggerOutput:
     own = session.states.required_update(round_index, node)
     used = [came.node for came in session.tape.entry(round_index).came if came.used and came.mark is not None]
     others = [session.states.required_update(round_index, other) for other in used if other != node]
     if not others:
-        raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there is no cohort.")
+        raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there are no others.")
     rows = []
     for name in (*own, WHOLE):
         mine, theirs = _flat(own, name), [_flat(other, name) for other in others]
@@ -48,9 +49,9 @@ def _compare_with_cohort(session: Session, round_index: int, node: str) -> Debug
         mean = torch.stack(theirs).mean(0)
         ratio = _norm(mine) / median if median else None
         rows.append((name, _norm(mine), median, ratio, _cosine(mine, mean)))
-    columns = ("layer", f"norm {node}", "cohort's median", "ratio", "cosine to mean")
-    note = f"The cohort: the {len(others)} others whose updates were used."
-    return table_output(f"update of {node} and of its cohort, round {round_index}", columns, rows, note)
+    columns = ("layer", f"norm {node}", "others' median", "ratio", "cosine to mean")
+    note = f"The others: the {len(others)} other clients whose updates were used."
+    return table_output(f"update of {node} and of the other clients, round {round_index}", columns, rows, note)
 
 
 def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
@@ -73,7 +74,9 @@ def _metrics(session: Session, first: int, second: int) -> str:
     known, parts = session.tape.rounds, []
     if first - 1 in known and second - 1 in known:
         a, b = (session.tape.entry(round_index - 1).metrics for round_index in (first, second))
-        parts = [f"{name} {format_cell(a[name])} → {format_cell(b[name])}" for name in a if name in b]
+        parts = [
+            f"{name} {metric_in_words(name, a[name])} → {metric_in_words(name, b[name])}" for name in a if name in b
+        ]
     if first in known and second in known:
         asked = [{came.node for came in session.tape.entry(round_index).came} for round_index in (first, second)]
         only = zip((first, second), (asked[0] - asked[1], asked[1] - asked[0]), strict=True)

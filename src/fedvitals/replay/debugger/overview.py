@@ -20,6 +20,7 @@ from fedvitals.replay.debugger.debugger_output import (
     table_output,
     text_output,
 )
+from fedvitals.replay.shares import metric_cell, metric_in_words
 from fedvitals.replay.tape.journal import ClientReply, round_ranges
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals.replay.tape.retention import losses_of
@@ -42,7 +43,7 @@ def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> De
     what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size_words(tape.bytes)}"]
     what += [f"engine {settings['engine']}"] if "engine" in settings else []
     columns = ("rounds", "their state", "updates kept", "of")
-    notes = ["Every round with a state before it can be run again to the last bit: --verify proves it."]
+    notes = ["Every round with a state before it can be run again to the last bit: --verify checks that."]
     if tape.setting.host != "lab":
         notes = [replay_instructions(tape)]
     notes += [covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]
@@ -67,7 +68,7 @@ def replay_instructions(tape: TapeReader) -> str:
         )
     return (
         "The training of a plain loop is your own code: with its restore() and train(), --loop module:name (in Python "
-        "loop=...), its rounds can be run again and proved."
+        "loop=...), its rounds can be run again and verified."
     )
 
 
@@ -80,7 +81,7 @@ def show_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> Deb
             rows.append(("", covered.round, None, *(None for _ in SHOWN_METRICS), None, covered.how, None))
             continue
         entry = tape.entry(covered.round)
-        numbers = [entry.metrics.get(name) for name in SHOWN_METRICS]
+        numbers = [metric_cell(name, entry.metrics.get(name)) for name in SHOWN_METRICS]
         mark = "→" if covered.round == here else ""
         came = f"{sum(reply.mark is not None for reply in entry.came)} of {len(entry.came)}"
         findings_here = findings_by_round[covered.round] or None
@@ -118,7 +119,8 @@ def show_place(session: Session) -> DebuggerOutput:
     known = round_ranges(tape.rounds)
     if session.node is None:
         entry = tape.entry(round_index)
-        metrics = "".join(f", {name} {format_cell(value)}" for name, value in entry.metrics.items())
+        told = [name for name in SHOWN_METRICS if name in entry.metrics] or [*entry.metrics]
+        metrics = "".join(f", {name} {metric_in_words(name, entry.metrics[name])}" for name in told)
         lost = sum(came.mark is None for came in entry.came)
         failed = f", {lost} of them without an answer" if lost else ""
         count = sum(finding.where.round == round_index for finding in session.findings_until())

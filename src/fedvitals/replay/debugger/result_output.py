@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedvitals.replay.debugger.debugger_output import Cell, DebuggerOutput, format_cell, table_output, text_output
 from fedvitals.replay.player.proof import Proof
+from fedvitals.replay.shares import Points, is_share, metric_cell
 from fedvitals.replay.tape.journal import round_ranges
 
 if TYPE_CHECKING:
@@ -92,5 +93,6 @@ def _pairs(names: Sequence[str], before: Mapping[str, float], after: Mapping[str
     cells: list[Cell] = []
     for name in names:
         a, b = before.get(name), after.get(name)
-        cells += [a, b, None if a is None or b is None else b - a]
+        difference = None if a is None or b is None else Points(b - a) if is_share(name) else b - a
+        cells += [metric_cell(name, a), metric_cell(name, b), difference]
     return cells

@@ -292,12 +292,12 @@ class Session:
         return self.kept(print_words(self, " ".join(what).split()))
 
     def diff(self, first: str | int, second: str | int) -> DebuggerOutput:
-        """Compare two clients, a client and its «cohort», or the models at the beginnings of two rounds."""
+        """Compare two clients, a client and the «others», or the models at the beginnings of two rounds."""
         if isinstance(first, int) and isinstance(second, int):
             return self.kept(differences.compare_rounds(self, first, second))
         for name in (first, second):
-            if name != differences.COHORT and name not in self.nodes:
-                raise ConfigError(unknown("client", str(name), [*self.nodes, differences.COHORT]))
+            if name != differences.OTHERS and name not in self.nodes:
+                raise ConfigError(unknown("client", str(name), [*self.nodes, differences.OTHERS]))
         return self.kept(differences.compare_clients(self, str(first), str(second)))
 
     def export(self, path: str | Path, *what: str) -> Path:

@@ -351,7 +351,7 @@ def _words(condition: Condition, node: str | None, value: float, bound: float | 
             step = condition.limit if condition.comparison == "drops" else -condition.limit
             text += f", after {value_text((bound or 0.0) + step, metric)}"
         case _:
-            whose = "its own median" if condition.against == "own" else "the cohort's median"
+            whose = "its own median" if condition.against == "own" else "the median of all"
             usual = value_text((bound or 0.0) / condition.number, metric)
             text += f" ({condition.comparison} {condition.number:g} × {whose}, {usual})"
     return text + (f", for {state.count} rounds, since round {state.since}" if condition.rounds > 1 else "")

@@ -167,9 +167,9 @@ def value_text(value: float, metric: str) -> str:
     """Return a value in its metric's unit, formatted for people."""
     unit = unit_of(metric)
     if math.isnan(value):
-        return "not a number"
+        return "NaN"
     if unit == "share" and math.isfinite(value):
-        return f"{100 * value:.4g} %"
+        return f"{100 * value:.3g} %"
     if unit == "seconds":
         return f"{value:.4g} s"
     if unit == "bytes" and math.isfinite(value):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -36,6 +36,7 @@ class Line:
     low: Numbers
     high: Numbers
     total: int  # rounds that these points represent
+    odd: list[int] = field(default_factory=list)  # rounds whose value was NaN or infinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class PageRow:
     better: str
     values: tuple[float | None, ...]
     changes: tuple[PageChange | None, ...]  # from the baseline to each other side
+    odd: tuple[int, ...]  # sides, by index, whose value is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def _line(letter: str, repeats: Sequence[ValuesByRound], middle: Callable[[Seque
     if len(repeats) == 1:
         values = np.array([repeats[0][number] for number in rounds], dtype=float)
         series = bucketed("", None, "", rounds, values, POINTS)
-        return Line(letter, series.rounds, series.values, series.low, series.high, series.total)
+        return Line(letter, series.rounds, series.values, series.low, series.high, series.total, series.odd)
     every = max(1, math.ceil(len(rounds) / POINTS))
     stretches = [rounds[i : i + every] for i in range(0, len(rounds), every)]
     here = [[c[n] for c in repeats for n in stretch if n in c and math.isfinite(c[n])] for stretch in stretches]
@@ -255,7 +257,8 @@ def _difference(letter: str, changes: dict[int, Change | None], factor: float) -
 
 def _row(row: ComparisonRow) -> PageRow:
     changes = (None if change is None else copied(PageChange, change) for change in row.changes)
-    return copied(PageRow, row, changes=tuple(changes))
+    odd = tuple(i for i, value in enumerate(row.values) if value is not None and math.isnan(value))
+    return copied(PageRow, row, changes=tuple(changes), odd=odd)
 
 
 def _settings(sides: Sequence[Sequence[Figures]]) -> tuple[PageSetting, ...]:
@@ -327,7 +330,8 @@ def _costs(comparison: Comparison, place: int, side: Side) -> str:
 def _of_learning(row: ComparisonRow, place: int) -> str:
     change, name = row.changes[place], row.name.partition(",")[0]
     if change is None:
-        return f"no {name} to compare"
+        value = row.values[place + 1]
+        return f"{name} NaN" if value is not None and math.isnan(value) else f"no {name} to compare"
     if not change.difference:
         return f"the same {name}"
     if name == "accuracy":

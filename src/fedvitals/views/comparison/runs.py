@@ -43,6 +43,7 @@ class Side:
     rounds: int
     clients: int
     judged: bool
+    verdict: str  # on the newest run
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class ComparisonRow:
     name: str
     unit: str
     better: str  # «higher», «lower» or «» for neither
-    values: tuple[float | None, ...]  # for each side, a mean over repeats
+    values: tuple[float | None, ...]  # for each side, a mean over repeats; NaN if one of them is not finite
     changes: tuple[Change | None, ...]  # from the first side to each other one
 
 
@@ -238,6 +239,7 @@ def _side(letter: str, side: Sequence[Figures]) -> Side:
         first.rounds,
         first.clients,
         all(f.judged for f in side),
+        first.verdict,
     )
 
 
@@ -291,17 +293,22 @@ def _row(
     measured = [[v for f in side if (v := value(f)) is not None] for side in sides]
     # A side where some repeats never got there has no mean: the mean of the others would flatter it.
     whole = [values if len(values) == len(side) else [] for values, side in zip(measured, sides, strict=True)]
+    finite = [values if all(map(math.isfinite, values)) else [] for values in whole]
     return ComparisonRow(
         topic,
         name,
         unit,
         better,
-        tuple(mean(values) if values else None for values in whole),
+        tuple(map(_mean, whole)),
         tuple(
-            change(whole[0], values, pairs=_by_seed(sides[0], side) if whole[0] and values else None)
-            for values, side in zip(whole[1:], sides[1:], strict=True)
+            change(finite[0], values, pairs=_by_seed(sides[0], side) if finite[0] and values else None)
+            for values, side in zip(finite[1:], sides[1:], strict=True)
         ),
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return mean(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _by_seed(before: Sequence[Figures], after: Sequence[Figures]) -> list[int] | None:

@@ -59,14 +59,19 @@ export function shownOf(shown, total) {
   return joined > 1 ? `1 of ${joined} points shown, extremes kept` : "";
 }
 
+/** The values of a series, with NaN where a value was not finite. */
+export function valuesOf(one) {
+  const odd = new Set(one.odd);
+  return one.values.map((value, i) => (value === null && odd.has(one.rounds[i]) ? NaN : value));
+}
+
 /** A series of the server as a line of a chart. */
 export function lineOf(one, more) {
   const joined = one.total > one.values.filter((value) => value !== null).length + one.odd.length;
-  const odd = new Set(one.odd);
   return {
     name: one.of === "federation" || one.of === "server" ? one.title : one.node === null ? `${one.title}, median client` : one.node,
     rounds: one.rounds,
-    values: one.values.map((value, i) => (value === null && odd.has(one.rounds[i]) ? NaN : value)),
+    values: valuesOf(one),
     ...(joined ? { low: one.low, high: one.high } : {}),
     ...more,
   };

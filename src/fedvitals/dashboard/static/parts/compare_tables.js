@@ -54,7 +54,7 @@ export function figureTable(data, marks) {
     const first = row.topic !== topic;
     topic = row.topic;
     return h("tr", {}, h("td", { class: "muted", text: first ? row.topic : "" }), h("th", { class: "figure", scope: "row", text: unbroken(row.name) }),
-      row.values.map((value, i) => [h("td", { class: "num", title: value === null ? null : exactly(value, row.unit), text: shown(value, row.unit) }), i ? changeCell(row.changes[i - 1], row) : null]));
+      row.values.map((value, i) => [h("td", { class: "num", title: value === null ? null : exactly(value, row.unit), text: row.odd.includes(i) ? "NaN" : shown(value, row.unit) }), i ? changeCell(row.changes[i - 1], row) : null]));
   });
   const banded = data.rows.some((row) => row.changes.some((change) => change !== null && change.low !== null));
   return [wide("Figures", h("table", { class: "data compared" }, h("thead", {}, head), h("tbody", {}, rows))),

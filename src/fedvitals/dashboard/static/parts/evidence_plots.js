@@ -57,7 +57,7 @@ function sentence(text) {
   return begun.endsWith(".") ? begun : `${begun}.`;
 }
 
-/** Neighbouring rounds in which it was seen share one flag. */
+/** Neighbouring rounds in which it was seen share one flag; the first begins with the finding, as on the overview. */
 function seenFlags(one, { seen, since }) {
   const flags = [];
   for (const round of seen) {
@@ -65,7 +65,10 @@ function seenFlags(one, { seen, since }) {
     if (last && round === last.until + 1) last.until = round;
     else flags.push({ round, until: round, severity: one.severity, label: `${one.title}: seen` });
   }
-  if (since !== null && flags.length && since < flags[0].round) flags.unshift({ round: since, severity: "note", label: "began, as far as can be seen" });
+  if (since !== null && flags.length && since < flags[0].round) {
+    flags[0].label = `${one.title}: began, first seen in round ${flags[0].round}`;
+    flags[0].round = since;
+  }
   return flags;
 }
 

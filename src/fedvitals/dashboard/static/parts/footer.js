@@ -30,10 +30,10 @@ export function footer(node) {
       ask();
       readOnly.hidden = access.changes;
       if (!status) return fill(facts);
-      const cost = status.cost_percent === null ? "not measured" : percent(status.cost_percent / 100);
+      const cost = status.cost_percent === null ? "time of the monitor not measured" : `monitor ${percent(status.cost_percent / 100)} of the rounds' time`;
       fill(facts, h("span", { class: status.lost ? "sev-warning" : null, text: `records lost ${number(status.lost)}` }),
         status.thinned ? h("span", { class: "sev-warning", text: ` · layer statistics of ${number(status.thinned)} client-rounds left out` }) : "",
-        " · ", `monitor ${cost} of the rounds' time${status.probes ? ` (probes: ${status.probes})` : ""}`, " · ", `privacy level ${status.privacy}`);
+        " · ", `${cost}${status.probes ? ` (probes: ${status.probes})` : ""}`, " · ", `privacy level ${status.privacy}`);
     },
   };
 }

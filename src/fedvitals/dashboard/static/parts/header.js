@@ -99,7 +99,7 @@ export function header(node) {
 
 /** «12/40 rounds»: as many as the terminal and the list of runs count. */
 function roundCount({ rounds, rounds_planned: planned }) {
-  return planned >= rounds ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
+  return planned !== null && planned >= rounds ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
 }
 
 /** For a run that trains: the expected remaining time, at the mean pace so far. */

@@ -48,7 +48,7 @@ export function whatIfPanel(ctx, cohort) {
     }
     const unchanged = !answer.dropped.length && answer.rule === "recorded";
     said.textContent = unchanged
-      ? answer.same ? "Put together again, the recorded updates give the recorded model, bit by bit. Tick clients, or choose another rule."
+      ? answer.same ? "Aggregated again, the recorded updates give the recorded model, bit for bit. Tick clients, or choose another rule."
         : "Tick clients, or choose another rule."
       : sentence(answer);
     notes.textContent = answer.notes.join(" ");

@@ -7,6 +7,7 @@ import { lineChart } from "../charts/lines.js";
 import { onTheme, seriesColour } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
 import { runLink } from "../params.js";
+import { valuesOf } from "../parts/band.js";
 import { chosenRuns, joined, MOST } from "../parts/chosen.js";
 import { figureTable, settingTable, troubleTable } from "../parts/compare_tables.js";
 import { runPicker } from "../parts/run_picker.js";
@@ -88,7 +89,9 @@ export function view(root, ctx) {
   function draw(data) {
     const sides = arranged(data, chosenRuns(params));
     const marks = sides.map((side) => () => [swatch(side.colour), side.letter]);
-    fill(words, data.words.map((text) => h("p", { class: "said", text })), [...data.partings.map((one) => one.words), ...data.costs].map((text) => h("p", { text })), h("p", { class: "muted", text: data.chance }));
+    fill(words, data.words.map((text) => h("p", { class: "said", text })),
+      data.sides.map((side, i) => h("p", { class: "side-verdict" }, marks[i](), " ", h("a", { href: runLink(side.runs[0], "findings"), text: side.verdict }))),
+      [...data.partings.map((one) => one.words), ...data.costs].map((text) => h("p", { text })), h("p", { class: "muted", text: data.chance }));
     const colours = new Map(sides.map((side) => [side.letter, seriesColour(side.colour)]));
     const names = new Map(sides.map((side) => [side.letter, `${side.letter} ${side.name}`]));
     const flags = data.partings.filter((one) => (one.noise ?? one.exact) !== null).map((one) => ({ round: one.noise ?? one.exact, severity: "note", label: `${data.sides[0].letter} and ${one.letter} diverge` }));
@@ -127,7 +130,7 @@ export function view(root, ctx) {
 
 function series(line, names, colours) {
   const apart = line.low.some((low, i) => low !== line.high[i]);
-  return { name: names.get(line.letter), colour: colours.get(line.letter), rounds: line.rounds, values: line.values, low: apart ? line.low : null, high: apart ? line.high : null };
+  return { name: names.get(line.letter), colour: colours.get(line.letter), rounds: line.rounds, values: valuesOf(line), low: apart ? line.low : null, high: apart ? line.high : null };
 }
 
 /** The baseline itself, from which differences are measured: zero, over the longest of the runs. */

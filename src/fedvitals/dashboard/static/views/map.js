@@ -86,7 +86,7 @@ export function view(root, ctx) {
       slider.max = data.rounds.length - 1;
       slider.value = data.rounds.indexOf(data.round);
       slider.setAttribute("aria-valuetext", `round ${data.round}`);
-      label.textContent = `${data.round} of ${data.rounds.at(-1)}`;
+      label.textContent = String(data.round);
       const groups = data.points.some((point) => point.group !== null);
       const by = groups ? params.get("colour", "health") : "health";
       colour.show([["", [["health", "health"], ["group", "group"]]]], by);

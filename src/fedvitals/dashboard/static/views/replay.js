@@ -38,7 +38,7 @@ export function view(root, ctx) {
       at > 0 ? h("a", { href: to(index.rounds[at - 1]), rel: "prev", text: `← round ${index.rounds[at - 1]}` }) : h("span", { class: "muted", text: "← the first" }),
       at + 1 < index.rounds.length ? h("a", { href: to(index.rounds[at + 1]), rel: "next", text: `round ${index.rounds[at + 1]} →` }) : h("span", { class: "muted", text: "the last →" }),
       h("a", { href: runLink(run, "rounds", found.round), text: "where its time went" }));
-    said.textContent = `Round ${found.round} of ${index.rounds.at(-1)}. ${found.how}`;
+    said.textContent = `Round ${found.round} of ${index.rounds[0]} to ${index.rounds.at(-1)}. ${found.how}`;
     trouble.textContent = found.trouble ?? "";
     parts.hidden = found.trouble !== null;
     const whole = index.kinds.filter((kind) => kind === "whole").length;
