@@ -111,7 +111,7 @@ def _never_changed(history: History, round_index: int) -> Iterator[Finding]:
 
 def _model_sums(history: History, round_index: int) -> Array:
     """Return what tells the global models of two rounds apart; empty if it was not measured."""
-    nodes, values = history.across("weight", ("l2", "sum"), round_index)
+    nodes, values = history.across("weight", ("rms", "sum"), round_index)
     return values[[node == SERVER for node in nodes]]
 
 
