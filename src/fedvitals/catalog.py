@@ -200,7 +200,9 @@ MEASURES: tuple[Measure, ...] = (
         "update.differs",
         "share",
         "How far the received update is from the one that the client says it sent: the largest difference between the "
-        "nine sums of a layer, as a share of its size, up to 1; absent if they agree and have the same layers.",
+        "nine sums of a layer, as a share of its size, up to 1; absent if they agree and have the same layers. Of a "
+        "client that withholds its layers only the sum of all weights' changes is compared, and only to tell whether "
+        "the update is the negated one.",
         needs="updates that the host passes on, and clients that report theirs",
         rare=True,
     ),

@@ -108,6 +108,15 @@ def is_client(node: str | None) -> bool:
     return node is not None and node != "server" and _GROUP.fullmatch(node) is None
 
 
+def client_name(name: AnyName) -> str:
+    """Return a client's name as text; the name of a group or the server, such as «edge-3», becomes «edge-3 (client)».
+
+    Everything that reads a run tells clients from groups and the server by their names.
+    """
+    text = node_name(name)
+    return text if is_client(text) else f"{text} (client)"
+
+
 @functools.lru_cache(maxsize=1 << 16)  # pages repeatedly sort the names of a thousand clients
 def natural(name: str) -> tuple[object, ...]:
     """Return a sort key by which c2 comes before c10."""

@@ -12,7 +12,7 @@ import torch
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.records import Metric, Where, as_round_index, node_name
+from fedvitals.records import Event, Metric, Transfer, Where, as_round_index, node_name
 from fedvitals.resources.capture import Captures
 from fedvitals.sinks.curves import Curves
 from fedvitals.store import MemoryStore, open_reader
@@ -230,3 +230,56 @@ def test_whoever_chooses_clients_by_name_may_use_numbers():
     assert captured.begin("8", 0, mlp(), lambda *_: None) is None
     drawn = Curves(nodes=[7]).of([Metric(Where("r", 0, name), 0.0, "loss", 1.0) for name in ("7", "8")])
     assert len(drawn) == len(Curves(nodes=["7"]).of([Metric(Where("r", 0, "7"), 0.0, "loss", 1.0)]))
+
+
+RESERVED = ["edge-0", "cluster-1", "ring-2", "star-3", "server"]  # what fedvitals calls groups and the server
+RECORDED = [f"{name} (client)" for name in RESERVED]
+
+
+def test_clients_may_be_named_as_groups_and_the_server_are(tmp_path, caplog):
+    store = tmp_path / "runs.db"
+    with fv.Monitor(store, strict=True, machine=False) as monitor:
+        train(monitor, RESERVED, range(4), ill="edge-0")
+        assert ("NAN_UPDATE", RECORDED[0]) in {(case.issue, case.node) for case in monitor.findings().cases}
+    assert caplog.text.count("is recorded as") == 1
+    with open_reader(store) as reader:
+        assert {*reader.history(monitor.run.id).nodes()} == {*RECORDED, "server"}
+        assert queries.summary_of(reader, monitor.run.id).clients == len(RESERVED)
+
+
+def test_every_call_knows_a_client_that_is_recorded_under_another_name():
+    memory = MemoryStore(everything=True)
+    with fv.Monitor(None, sinks=[memory], strict=True, machine=False, host="pipes") as monitor:
+        monitor.host.round_begin(0, mlp())
+        for name in RESERVED:
+            monitor.host.expect(name)
+            worker = monitor.host.for_worker()
+            with worker.client(name, mlp()):
+                worker.log({"loss": 0.5})
+            monitor.exchange(name, 1.0, 1.1, 1.2, 1.3)
+            monitor.host.absorb(worker.payload(), name)
+            monitor.host.log_of_sender({"accuracy": 0.5}, name)
+        monitor.updates(0, {name: [torch.ones(3)] for name in RESERVED})
+        monitor.transfer("server", "edge-0", 100)
+        monitor.log({"update.staleness": 1.0}, node="ring-2")
+        monitor.host.event("warning", "update.late", "text", node="cluster-1")
+        monitor.host.round_end(0)
+    run = monitor.run.id
+    assert "telemetry.refused" not in {event.name for event in memory.records(run, Event)}
+    for name in ("loss", "accuracy", "update.norm"):
+        assert {m.where.node for m in memory.records(run, Metric) if m.name == name} >= {*RECORDED}
+    assert {m.where.node for m in memory.records(run, Metric) if m.name == "update.staleness"} == {RECORDED[2]}
+    assert {e.where.node for e in memory.records(run, Event) if e.name == "update.late"} == {RECORDED[1]}
+    assert ("server", RECORDED[0]) in {(t.sender, t.receiver) for t in memory.records(run, Transfer)}
+
+
+def test_groups_and_the_server_keep_their_names():
+    memory = MemoryStore(everything=True)
+    with fv.Monitor(None, sinks=[memory], strict=True, machine=False) as monitor, monitor.round(0, mlp()):
+        with monitor.edge("edge-0", mlp()), monitor.client("c1", mlp()):
+            pass
+        monitor.transfer("server", "edge-0", 100)
+        monitor.log({"load": 0.5}, node="edge-0")
+    run = monitor.run.id
+    assert {m.where.node for m in memory.records(run, Metric) if m.name == "user.load"} == {"edge-0"}
+    assert {(t.sender, t.receiver) for t in memory.records(run, Transfer)} == {("server", "edge-0")}

@@ -140,6 +140,8 @@ def test_sequence_models_have_fit_and_a_stated_abstention(caplog):
         ({"x": X, "meaning": Y}, functional.cross_entropy),
         ({"pixels": X, "mask": MASK, "y": Y}, functional.cross_entropy),
         (DataLoader(X, 8), functional.cross_entropy),
+        (X, functional.cross_entropy),  # inputs without labels
+        (X.numpy(), functional.cross_entropy),
     ],
 )
 def test_what_cannot_be_applied_is_said_once_and_harms_nothing(data, loss, caplog):

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a received update is of the trained one, by nine sums of each layer."""
 
+import copy
+import math
+
 import numpy as np
 import pytest
 import torch
 
+import fedvitals as fv
 from fedvitals.kernels import sums
 from fedvitals.probes.numpy_peers import PastArrayModels
 from fedvitals.probes.peers import PastModels
-from fedvitals.probes.trained_relation import factor_between, rounds_behind
+from fedvitals.probes.trained_relation import distance_if_negated, factor_between, rounds_behind
+from fedvitals.records import Metric
+from fedvitals.store import MemoryStore
+from support.models import mlp
 
 SHAPES = ((16, 8), (16,), (4, 16), (4,))
 SIZES = [128, 16, 64, 4]
@@ -69,3 +76,55 @@ def test_noise_is_no_old_model():
     sent = [a + b for a, b in zip(layers(0), layers(7), strict=True)]
     assert rounds_behind(rows(layers(0)), rows(sent), past_models(PastModels)) is None
     assert PastModels(1 << 20).steps_back(SIZES) == {}
+
+
+def total(tensors):
+    return sum(float(t.sum()) for t in tensors), sum(float(t.abs().sum()) for t in tensors)
+
+
+def test_two_sums_of_all_weights_tell_a_negated_update():
+    trained = [t + 0.002 for t in layers(0)]
+    signed, absolute = total(trained)
+    sent = [-t.half().float() for t in trained]
+    assert distance_if_negated((signed, absolute), rows(sent)) == pytest.approx(2 * abs(signed) / absolute, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("trained", "sent"),
+    [
+        (total(layers(0)), layers(0)),
+        (total(layers(0)), layers(1)),
+        (total(layers(0)), [-2 * t for t in layers(0)]),
+        (total([t - t.mean() for t in layers(0)]), [t.mean() - t for t in layers(0)]),  # no sign to be seen
+        ((0.0, 0.0), [torch.zeros(shape) for shape in SHAPES]),
+        (total(layers(0)), [torch.full(shape, float("inf")) for shape in SHAPES]),
+        ((math.nan, math.nan), layers(0)),  # nothing reported
+        ((math.inf, math.inf), layers(0)),
+    ],
+)
+def test_two_sums_say_nothing_of_other_updates(trained, sent):
+    assert distance_if_negated(trained, rows(sent)) is None
+
+
+def test_where_layers_are_private_a_client_that_sends_its_update_negated_is_named():
+    memory = MemoryStore(everything=True)
+    with fv.Monitor(None, sinks=[memory], strict=True, machine=False, host="pipes") as monitor:  # privacy level 2
+        torch.manual_seed(0)
+        shared, x = mlp(), torch.randn(10, 12)
+        for number in range(3):
+            monitor.host.round_begin(number, shared)
+            updates = {}
+            for i, name in enumerate(["a", "b", "c"]):
+                worker, model = monitor.host.for_worker(), copy.deepcopy(shared)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                with worker.client(name, model):
+                    model(x + i).square().mean().backward()
+                    optimizer.step()
+                monitor.host.absorb(worker.payload(), name)
+                pairs = zip(model.parameters(), shared.parameters(), strict=True)
+                updates[name] = [(q - p if name == "b" else p - q).detach() for p, q in pairs]
+            monitor.updates(number, updates)
+            monitor.host.round_end(number, shared)
+        assert "b sends what it trained with its sign flipped" in str(monitor.findings())
+    factors = [metric for metric in memory.records(monitor.run.id, Metric) if metric.name == "update.factor"]
+    assert {(metric.where.node, metric.value) for metric in factors} == {("b", -1.0)}

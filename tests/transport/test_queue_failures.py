@@ -69,6 +69,18 @@ def test_delays_double_up_to_a_limit(make_queue, monkeypatch):
     assert delays[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
+def test_flush_after_closing_does_not_wait_for_what_was_spilled(make_queue, quick, tmp_path):
+    """After a run whose store could not be written to, each `monitor.findings()` waited 31 s."""
+    queue = make_queue(Keeping(OSError("down")), spill=tmp_path)
+    queue.put_many([error(1), metric(1)])
+    queue.close()
+    written = []
+    flushing = threading.Thread(target=lambda: written.append(queue.flush(None)), daemon=True)
+    flushing.start()
+    flushing.join(PATIENCE)
+    assert written == [False]
+
+
 @pytest.mark.parametrize("timeout", [None, 0.05, 30.0])
 def test_flush_gives_up_on_a_sink_that_keeps_failing(make_queue, quick, timeout):
     sink = Keeping(OSError("down"))

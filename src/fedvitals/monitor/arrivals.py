@@ -34,7 +34,6 @@ from fedvitals.records import (
     Span,
     Transfer,
     Where,
-    node_name,
 )
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Ledger
@@ -119,7 +118,7 @@ class Arrivals:
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
         """Note clients whose payload should arrive in this round."""
-        self._expected.update(dict.fromkeys(map(node_name, nodes), time.time()))
+        self._expected.update(dict.fromkeys(map(self._scopes.client, nodes), time.time()))
 
     def awaited(self) -> Awaited | None:
         """Return the clients whose payload should have arrived; None if there are none."""

@@ -25,7 +25,7 @@ from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.stacks import Stacks
 from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import Node
-from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
+from fedvitals.records import AnyName, Span, Transfer, Where, group_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from fedvitals.resources.phases import Clocks
 
 logger = logging.getLogger("fedvitals")
-MOST_BYTES = 2**63 - 1  # of a message: the largest integer that a store can hold
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
 
@@ -131,7 +130,7 @@ class Clients:
         """
 
         def begin() -> OpenClient:
-            node = node_name(name)
+            node = self._scopes.client(name)
             if node in self._open:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
             entered = self._scopes.enter(node, group=group_name(group), client=True, inside=inside, watch=watch)
@@ -231,7 +230,7 @@ class Clients:
 
     def _opened(self, node: AnyName) -> OpenClient | None:
         """Return the open client of that name; None if there is none, or the name is not valid."""
-        name: str | None = self._guard("naming a client", lambda: node_name(node))
+        name: str | None = self._guard("naming a client", lambda: self._scopes.client(node))
         return None if name is None else self._open.get(name)
 
     def end_all(self) -> None:
@@ -276,7 +275,7 @@ class Clients:
         """Return the scope of a node that the host names, as far as it is open here; for None, the caller's scope."""
         if name is None:
             return self._scopes.here()
-        node = node_name(name)
+        node = self._scopes.node(name)
         client = self._open.get(node)
         if client is not None:
             return client.scope
@@ -288,7 +287,7 @@ class Clients:
 
     def key(self, name: AnyName) -> Key:
         """Return the key of a node that the host names, with its group if it is open here."""
-        node = node_name(name)
+        node = self._scopes.node(name)
         if self._stacks.open is None and node not in self._open:
             return node, None
         return node, self.at(node).group
@@ -367,7 +366,7 @@ class Clients:
 
     def transfer(self, message: Sequence[Any]) -> tuple[Node, Node, int]:
         """Record a message between two nodes, as `HostObserver.transfer` takes it; returns the names and the bytes."""
-        sender, receiver, size, raw, seconds, kind = as_message(*message)
+        sender, receiver, size, raw, seconds, kind = self._scopes.message(*message)
         here = self._scopes.here()
         place = Where(here.run, here.round, receiver if sender == "server" else sender, None, None, here.group)
         self._emission.emit(Transfer(place, time.time(), sender, receiver, size, raw, seconds, kind))
@@ -379,9 +378,11 @@ class Clients:
         A message that cannot be recorded is reported by itself.
         """
         try:
-            rows = [as_message(*message) for message in messages]
+            rows = [self._scopes.message(*message) for message in messages]
         except Exception:  # noqa: BLE001 - because of some of them
-            attempts = [self._guard("transfer()", functools.partial(as_message, *message)) for message in messages]
+            attempts = [
+                self._guard("transfer()", functools.partial(self._scopes.message, *message)) for message in messages
+            ]
             rows = [row for row in attempts if row is not None]
         if not rows:
             return None
@@ -481,16 +482,6 @@ class Clients:
         memory = self._memory.end(*own, failed=failed)
         self._stacks.tell_growth(scope, memory.get("memory.resident"))
         return memory
-
-
-def as_message(
-    sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
-) -> tuple[Node, Node, int, int, float | None, str]:
-    """Return a message as it is recorded: names as text, sizes as integers. ConfigError for an invalid size."""
-    sizes = int(size), int(size if raw is None else raw)
-    if max(map(abs, sizes)) > MOST_BYTES:
-        raise ConfigError(f"A message of {size} bytes ({raw} before compression) is larger than a store can record.")
-    return node_name(sender), node_name(receiver), *sizes, seconds, kind
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

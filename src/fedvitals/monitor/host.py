@@ -20,7 +20,7 @@ from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Results
 from fedvitals.probes.update_forms import as_layers, by_client, tables_of_update
 from fedvitals.protocols import Node, TapeRecorder
-from fedvitals.records import Action, AnyName, Record, as_round_index, node_name, printable
+from fedvitals.records import Action, AnyName, Record, as_round_index, printable
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stack import Stack
@@ -174,7 +174,7 @@ class HostObserver:
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
-        named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
+        named = self._guard("updates()", lambda: self._scopes.by_client(updates)) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
             try:
@@ -216,7 +216,7 @@ class HostObserver:
 
         def take() -> list[Action]:
             rows, sketch = difference.measure()
-            return self._take_update(as_round_index(round_index), node_name(node), None, rows, sketch)
+            return self._take_update(as_round_index(round_index), self._scopes.client(node), None, rows, sketch)
 
         return self._guard("updates()", take, self._clients.at(node)) or ()
 
@@ -314,7 +314,7 @@ class HostObserver:
         """Record that a node spent seconds of the open round on a part (see `time_parts`); repeated calls add up."""
         if self.monitored.ledger is not None:
             ledger = self.monitored.ledger
-            self._guard("spent()", lambda: ledger.spent(part, seconds, node_name(node)))
+            self._guard("spent()", lambda: ledger.spent(part, seconds, self._scopes.node(node)))
 
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
@@ -358,12 +358,12 @@ class HostObserver:
             why = why_impossible(sent, received, replied, returned)
             if why is not None and sent <= returned:
                 exchange = Exchange(sent, sent, returned, returned, None, span)
-                text = f"The clock of {node_name(node)}, or that of the server, was set while it worked: {why}."
+                text = f"The clock of {node}, or that of the server, was set while it worked: {why}."
                 text += " Its times of this exchange are not used."
                 self._clients.event("info", "client.clock", text, node, None)
-            error = ledger.exchange(node_name(node), exchange).beyond_doubt
+            error = ledger.exchange(client := self._scopes.client(node), exchange).beyond_doubt
             if error:
-                self._emission.record.metric(self._clients.at(node), "time.clock_error", error)
+                self._emission.record.metric(self._clients.at(client), "time.clock_error", error)
 
         if ledger is not None:
             self._guard("exchange()", take, self._clients.at(node))
@@ -404,7 +404,7 @@ class HostObserver:
         `WorkerObserver.inside` then assigns the client's records to this round. Texts by name, `traceparent` and
         `baggage`, for whatever the host's messages can hold.
         """
-        return self._guard("headers()", lambda: carried(self._scopes.here(), node=node_name(node))) or {}
+        return self._guard("headers()", lambda: carried(self._scopes.here(), node=self._scopes.client(node))) or {}
 
     def admit(self, records: Sequence[Record], sender: AnyName | None = None, size: int = 0) -> tuple[int, str]:
         """Admit records that came by another route than `absorb`, such as `hosts.otlp.receiver`.
@@ -439,13 +439,13 @@ class HostObserver:
             name if name in OF_SENDERS else f"user.{printable(name).removeprefix('user.')}": value
             for name, value in values.items()
         }
-        kept, left_out = self._arrivals.within_names(node_name(node), named)
+        kept, left_out = self._arrivals.within_names(client := self._scopes.client(node), named)
         if kept:
-            self.log(kept, node=node)
+            self.log(kept, node=client)
         return left_out
 
     def _sender_of(self, sender: Sender | AnyName) -> Sender:
-        own = sender if isinstance(sender, Sender) else Sender(node_name(sender), self._context.run.id)
+        own = sender if isinstance(sender, Sender) else Sender(self._scopes.client(sender), self._context.run.id)
         return own.counted_to(self._scopes.last_round)
 
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:

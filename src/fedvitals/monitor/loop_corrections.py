@@ -18,7 +18,7 @@ import numpy as np
 from fedvitals.diagnosis.corrections.followed import CorrectionsInForce, FollowedCorrections
 from fedvitals.errors import ConfigError
 from fedvitals.probes.backends import as_array, torch_is_loaded
-from fedvitals.records import Action, node_name
+from fedvitals.records import Action, client_name
 
 if TYPE_CHECKING:
     from fedvitals.monitor.host import HostObserver
@@ -83,7 +83,7 @@ class LoopCorrections:
         if restored is not None:
             return {name: _copied(restored) for name in sent}, weights
         left_out = unusable | in_force.quarantined
-        kept = {name: update for name, update in sent.items() if node_name(name) not in left_out}
+        kept = {name: update for name, update in sent.items() if client_name(name) not in left_out}
         if not kept:
             raise ConfigError("Every update of the round would be left out: they are averaged as they came.")
         changed = _changed_updates(in_force, kept, begun)
@@ -111,7 +111,7 @@ def _outside_round() -> None:
 
 def _weight(in_force: CorrectionsInForce, name: Any, weights: Mapping[Any, float]) -> float:
     """Return a client's corrected weight. A sample count that is not trusted becomes the median of the others'."""
-    node = node_name(name)
+    node = client_name(name)
     weight = weights[name]
     if node in in_force.samples and len(weights) > 1:
         weight = float(np.median([own for other, own in weights.items() if other != name]))

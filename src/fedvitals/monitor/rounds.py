@@ -282,7 +282,7 @@ class Rounds:
         """Record statistics computed by the host: [layers, columns] of one node, or [clients, ...] of many."""
         matrices = as_array(array)
         nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
-        for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
+        for name, matrix in zip(map(self._scopes.node, nodes), matrices, strict=True):
             results = Results(matrices=[(family, matrix, None)])
             self._emission.results(replace(self._scopes.here(), node=name), results)
             if self.open is not None:

@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Token
 from dataclasses import replace
 from typing import Any
 
+from fedvitals.errors import ConfigError
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.protocols import Node
-from fedvitals.records import Record
+from fedvitals.records import AnyName, Record, client_name, node_name
 from fedvitals.scope import Scope, current
 from fedvitals.time_parts import edge_span
 from fedvitals.transport.privacy import SERVER, WORDS
 from fedvitals.transport.timing import new_span_id
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 2**63 - 1  # of a message: the largest integer that a store can hold
 
 
 class ClientThreads:
@@ -42,7 +48,7 @@ class ClientThreads:
         """Whether a client's code may be running on a thread whose scope does not say so.
 
         A thread that a client started has no scope. Where a host closes clients in another order than it opened them,
-        the thread's scope may be the round's again while a client still trains. And a client may be named «server».
+        the thread's scope may be the round's again while a client still trains.
         """
         if not self._by_span or self._context.policy.level >= WORDS:
             return False
@@ -65,6 +71,41 @@ class Scopes:
         self._context, self._threads, self._emit, self.open_run = context, threads, emit, open_run
         self.round: Scope | None = None
         self.last_round: int | None = None
+        self._renamed: dict[Node, Node] = {}
+
+    def client(self, name: AnyName) -> Node:
+        """Return the name under which a client is recorded (`client_name`), and say so once if it is another."""
+        text, node = node_name(name), client_name(name)
+        if node != text:
+            if not self._renamed:
+                logger.warning(
+                    "A client is named '%s', as fedvitals names groups and the server: it is recorded as '%s'. So are "
+                    "other clients with such names.",
+                    text,
+                    node,
+                )
+            self._renamed[text] = node
+        return node
+
+    def node(self, name: AnyName) -> Node:
+        """Return the name under which a node is recorded that may be a client, a group or the server."""
+        text = node_name(name)
+        return text if text in SERVER else self._renamed.get(text, text)
+
+    def by_client(self, values: Mapping[Any, Any]) -> dict[Node, Any]:
+        """Return what is given by client, by the names under which they are recorded."""
+        return {self.client(name): value for name, value in values.items()}
+
+    def message(
+        self, sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
+    ) -> tuple[Node, Node, int, int, float | None, str]:
+        """Return a message as it is recorded: names as text, sizes as integers. ConfigError for an invalid size."""
+        sizes = int(size), int(size if raw is None else raw)
+        if max(map(abs, sizes)) > MOST_BYTES:
+            raise ConfigError(
+                f"A message of {size} bytes ({raw} before compression) is larger than a store can record."
+            )
+        return self.node(sender), self.node(receiver), *sizes, seconds, kind
 
     def here(self) -> Scope:
         """Return the caller's scope; on a thread without one, the scope of the round that is open or was open last."""

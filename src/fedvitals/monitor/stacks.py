@@ -16,7 +16,7 @@ from fedvitals.measurements import Measurements
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.protocols import Node
-from fedvitals.records import Span, Where, group_name, node_name
+from fedvitals.records import Span, Where, group_name
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.scope import Scope
 from fedvitals.stack import Stack
@@ -85,7 +85,7 @@ class Stacks:
     def since(self) -> dict[Node, float]:
         """Return when the clients of the open stack began, by client; empty if no stack is open."""
         opened = self.open
-        return {} if opened is None else dict.fromkeys(map(node_name, opened.stack.nodes), opened.at)
+        return {} if opened is None else dict.fromkeys(opened.stack.nodes, opened.at)
 
     def at(self, node: Node) -> Scope | None:
         """Return the scope of a client of the open stack; None for any other node."""
@@ -96,7 +96,7 @@ class Stacks:
 
     def begin(self, stack: Stack, inside: Scope | None) -> None:
         """Open a stack inside a scope, or inside the caller's."""
-        stack = self._guard("naming a stack of clients", lambda: _with_names(stack)) or stack
+        stack = self._guard("naming a stack of clients", lambda: self._with_names(stack)) or stack
 
         def begin() -> None:
             if self.open is not None:
@@ -146,7 +146,7 @@ class Stacks:
         self.open = None
 
     def _finish(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
-        stack, errors = opened.stack, {node_name(node): error for node, error in failed.items()}
+        stack, errors = opened.stack, {self._scopes.client(node): error for node, error in failed.items()}
         columns, clients = NodeColumns([*zip(stack.nodes, stack.groups, strict=True)]), len(stack.nodes)
         silent = {*stack.silent}
         cost = 0.0
@@ -223,8 +223,7 @@ class Stacks:
         if grown is not None:
             self._emission.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
 
-
-def _with_names(stack: Stack) -> Stack:
-    """Return the same stack with its nodes and groups as text."""
-    nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
-    return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))
+    def _with_names(self, stack: Stack) -> Stack:
+        """Return the same stack with its nodes and groups as text."""
+        nodes, silent = (tuple(map(self._scopes.client, names)) for names in (stack.nodes, stack.silent))
+        return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))

@@ -18,7 +18,7 @@ from fedvitals.measurements import MeasuredLayers, Measurements
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
-from fedvitals.probes.trained_relation import factor_between, rounds_behind, sum_distances
+from fedvitals.probes.trained_relation import distance_if_negated, factor_between, rounds_behind, sum_distances
 from fedvitals.records import LayerStats, Span
 from fedvitals.stats import COUNT, FAMILIES, INFS, NANS, Array, merge
 
@@ -49,6 +49,7 @@ class Cohort:
         self._matrices: dict[Kind, dict[str | None, list[Part]]] = defaultdict(lambda: defaultdict(list))
         self._difference: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._differing: dict[str, set[str]] = defaultdict(set)  # clients whose weights contributed
+        self._totals: dict[str, list[float]] = defaultdict(lambda: [math.nan, math.nan])  # of one client's weights
         self._sent: dict[str, int] = defaultdict(int)
         self._received: dict[str, int] = defaultdict(int)
         self._groups: dict[str, str | None] = {}
@@ -71,10 +72,9 @@ class Cohort:
                 if step is None and FAMILIES[family].merge is not None:
                     table = results.tables.get(FAMILIES[family].rows)
                     self._matrices[_kind(family, matrix, table)][group].append(([node], matrix[None]))
-            if group is not None:
-                for name, value, step in results.metrics:
-                    if step is None:
-                        self._add_difference(node, group, name, value)
+            for name, value, step in results.metrics:
+                if step is None:
+                    self._add_difference(node, group, name, value)
 
     def _finish(self, node: str, group: str | None, *, failed: bool, origin: str) -> None:
         self._groups[node] = group
@@ -82,10 +82,12 @@ class Cohort:
             self._elsewhere.add(node)
         self.failed += failed
 
-    def _add_difference(self, node: str, group: str, name: str, difference: float) -> None:
+    def _add_difference(self, node: str, group: str | None, name: str, difference: float) -> None:
         if name.startswith("weight.difference"):
-            self._difference[group][name.endswith("absolute")] += difference
-            self._differing[group].add(node)
+            self._totals[node][name.endswith("absolute")] = difference
+            if group is not None:
+                self._difference[group][name.endswith("absolute")] += difference
+                self._differing[group].add(node)
 
     def add_measured(self, spans: Mapping[str, Span], blocks: Sequence[Measurements], *, origin: str = HERE) -> None:
         """Add clients of our own that have finished, by their Spans, with everything that was measured of them."""
@@ -110,7 +112,7 @@ class Cohort:
                 span = spans.get(nodes[row])
                 if span is not None and name == COST:
                     self.cost += value
-                elif span is not None and step is None and span.where.group is not None:
+                elif span is not None and step is None:
                     self._add_difference(nodes[row], span.where.group, name, value)
 
     def _add_part(self, part: MeasuredLayers, nodes: list[str], places: list[int], group: str | None) -> None:
@@ -153,6 +155,8 @@ class Cohort:
             if distance > ROUNDING or not any(rows.shape == sent[node].shape for rows in own):
                 results.take({"update.differs": distance} if own and not math.isnan(distance) else {})
                 results.take(_relation(trained, sent[node], steps_back) if distance > ROUNDING else {})
+            negated = None if own else distance_if_negated(self._totals[node], sent[node])
+            results.take({} if negated is None else {"update.differs": negated, "update.factor": -1.0})
             results_by_key.append(((node, self._groups.get(node)), results))
         return results_by_key
 

@@ -49,7 +49,11 @@ def size(data: Any) -> int:
                 f"The client's own samples are not looked at: a stream ({type(data).__name__}) has no size, and cannot "
                 "be read without consuming it."
             )
-        case _ if _is_rows(data) or (isinstance(data, Dataset) and hasattr(data, "__len__")):
+        case _ if (
+            isinstance(data, Tensor | np.ndarray)  # inputs without labels
+            or _is_rows(data)
+            or (isinstance(data, Dataset) and hasattr(data, "__len__"))
+        ):
             return len(data)
         case list() | tuple():
             return sum(_length(batch) for batch in data)

@@ -8,13 +8,14 @@ added to an old model differs by the old model minus the current one, whose sums
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from fedvitals.stats import COUNT, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 TOLERANCE = 0.01  # of a layer's size: half precision rounds each value by up to 0.4 %
+SUMMED = 1e-3  # of the sum of all sizes: rounding hardly shows in it
 NEGLIGIBLE = 1e-6  # share of ‖d‖² below which rounding dominates a layer's sums
 EXACT = 2e-4  # of a layer's magnitude, for sums of full precision
 
@@ -54,6 +55,20 @@ def factor_between(trained: Array, received: Array) -> float | None:
         if (sum_distances(_multiplied(trained[counted], factor), received[counted]) <= TOLERANCE).all():
             return factor
     return None
+
+
+def distance_if_negated(trained: Sequence[float], received: Array) -> float | None:
+    """Return how far an update is from the trained one if it is that one negated, else None.
+
+    `trained`, of a client that reports no sums by layer: the sum of all its weights' changes, and that of their sizes.
+    None, too, if the changes cancel out, so that their sum has no sign.
+    """
+    difference, absolute = trained
+    total, size = float(received[:, SUM].sum()), float(received[:, SUM_MAGNITUDES].sum())
+    limit = SUMMED * size
+    if not (abs(size - absolute) <= limit and abs(total + difference) <= limit and abs(total) > TOLERANCE * size):
+        return None
+    return min(1.0, 2 * abs(total) / size)
 
 
 def _multiplied(rows: Array, factor: float) -> Array:

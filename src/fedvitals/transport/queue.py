@@ -286,7 +286,7 @@ class Queue:
                     failing = self._failures > 0 and self._attempts_failed > failed_before
                     if closing and failing:
                         remaining = min(remaining or 0.0, began + CLOSING - time.monotonic())
-                    hopeless = (failing and self._failures >= patience) or self._thread is None
+                    hopeless = (failing and self._failures >= patience) or self._thread is None or self._stopping
                     if hopeless or (remaining is not None and remaining <= 0):
                         return False
                     self._changed.wait(remaining)

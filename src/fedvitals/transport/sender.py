@@ -17,7 +17,7 @@ from fedvitals.data_change import read_sketch
 from fedvitals.errors import RecordError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name, printable
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, client_name, printable
 from fedvitals.stats import LABEL_CLASSES
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport.logs import bounded
@@ -89,7 +89,7 @@ class Sender:
     newest_round: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "node", node_name(self.node))
+        object.__setattr__(self, "node", client_name(self.node))
 
     def counted_to(self, newest_round: int | None) -> Sender:
         """Return the sender with this newest round, unless it has one."""
@@ -123,7 +123,8 @@ class Sender:
         return own
 
     def _check_place(self, where: Where) -> None:
-        if where.node not in (None, self.node):
+        # A client does not know whether its name is one that is recorded differently.
+        if where.node is not None and self.node not in (where.node, f"{where.node} (client)"):
             raise ForgedRecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
         newest = NO_ROUND if self.newest_round is None else self.newest_round
         # A round far ahead would displace all others from the detectors' memory.

@@ -68,3 +68,32 @@ def test_a_growth_that_training_does_not_explain_is_no_learning_rate():
 @pytest.mark.parametrize("odd", [{"rate": 1.0}, {"steps": 60}])
 def test_a_growth_that_training_explains_is_no_manipulation(odd):
     assert "BYZANTINE" not in {finding.issue for finding in federate(1.0, **odd)}
+
+
+def test_labels_that_were_inverted_from_the_start_are_found_where_there_is_no_accuracy():
+    """Several labels per sample: no class that a sample could be right in, and labels that never changed."""
+    torch.manual_seed(0)
+    x, teacher = torch.randn(480, 12), torch.randn(12, 5)
+    y = (x @ teacher + torch.randn(480, 5) > 1).float()
+    y[2::6] = 1 - y[2::6]
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5))
+    with fv.Monitor(None, machine=False, strict=True) as monitor:
+        for number in range(6):
+            locals_ = []
+            with monitor.round(number, model):
+                for index in range(6):
+                    local, own = copy.deepcopy(model), (x[index::6], y[index::6])
+                    optimizer = torch.optim.SGD(local.parameters(), 0.2, momentum=0.9)
+                    loss = nn.functional.binary_cross_entropy_with_logits
+                    with monitor.client(f"c{index}", local, data=own, loss=loss):
+                        for _ in range(5):
+                            optimizer.zero_grad()
+                            loss(local(own[0]), own[1]).backward()
+                            optimizer.step()
+                    locals_.append(local)
+                with torch.no_grad():
+                    for shared, *own in zip(*(m.parameters() for m in (model, *locals_)), strict=True):
+                        shared.copy_(torch.stack(own).mean(0))
+        found = monitor.findings()
+    assert {(finding.issue, finding.where.node) for finding in found} == {("LABEL_NOISE", "c2")}
+    assert "points against those of all others" in found[0].message

@@ -85,7 +85,7 @@ def test_targets_without_classes_are_not_said_to_change_in_classes():
                     with monitor.client(name, local, data=(x, y), loss=mse_loss):
                         mse_loss(local(x), y).backward()
                         optimizer.step()
-    (case,) = monitor.findings().cases
+    (case,) = [case for case in monitor.findings().cases if case.issue != "NOTHING_AGGREGATED"]  # nobody averages here
     assert (case.node, case.issue) == ("c3", "LABEL_NOISE")
     assert "c3 labels the same inputs differently." in case.newest.message
     assert case.newest.evidence["causes"] == [["label_noise", 0.7], ["label_flip", 0.3]]

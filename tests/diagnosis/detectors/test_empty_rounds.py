@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds without a new model are said to be so, with the reason; where all clients fail, there is one case."""
 
-import pytest
+import copy
 
+import pytest
+import torch
+
+import fedvitals as fv
 from fedvitals import lab
 from fedvitals.diagnosis.examine import RULES, examine
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
 from support.lab.examined import NETWORK, findings_by, watched
+from support.models import CLASSES, mlp
 
 ALL = [f"c{i}" for i in range(8)]
 
@@ -118,3 +123,38 @@ def test_a_failure_of_an_earlier_round_is_none_of_this():
     assert ("NOTHING_AGGREGATED", None) not in issues(
         old, failure("c2", 1, round=0), cohort(1, asked=["c1", "c2"], answered=["c1", "c2"])
     )
+
+
+LOOPS = {
+    "no step": "because no client's weights change in training",
+    "another model's optimiser": "because no client's weights change in training",
+    "average not loaded": "although its clients train",
+    "as it should be": None,
+}
+
+
+@pytest.mark.parametrize(("mistake", "why"), LOOPS.items())
+def test_a_model_that_never_changes_is_said_to_be_so_from_the_fifth_round_on(mistake, why):
+    torch.manual_seed(0)
+    x, shared = torch.randn(60, 12), mlp()
+    y = (x @ torch.randn(12, CLASSES)).argmax(1)
+    memory = MemoryStore(everything=True)
+    with fv.Monitor(None, sinks=[memory], machine=False, strict=True) as monitor:
+        for number in range(6):
+            locals_ = []
+            with monitor.round(number, shared):
+                for index in range(4):
+                    local = copy.deepcopy(shared)
+                    trained = shared if mistake == "another model's optimiser" else local
+                    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+                    with monitor.client(f"c{index}", local):
+                        optimizer.zero_grad()
+                        torch.nn.functional.cross_entropy(local(x[index::4]), y[index::4]).backward()
+                        if mistake != "no step":
+                            optimizer.step()
+                    locals_.append(local.state_dict())
+                if mistake != "average not loaded":
+                    shared.load_state_dict({k: torch.stack([s[k] for s in locals_]).mean(0) for k in locals_[0]})
+    found = [f for f in findings_by(memory.history(monitor.run.id), RULES) if f.issue == "NOTHING_AGGREGATED"]
+    assert [f.where.round for f in found] == ([] if why is None else [4, 5])
+    assert {f.message for f in found} <= {f"The global model has not changed since round 0, {why}."}

@@ -64,3 +64,10 @@ def test_without_a_report_nobody_is_named_once_the_others_have_converged():
     """Wrong labels alone then make updates that are many times as large."""
     shrinking = [1.0, 1.0, 0.1, 0.1, 0.1, 0.1]
     assert named({node: [1.0] * ROUNDS if node == "c2" else shrinking for node in CLIENTS}, SAMPLES) == set()
+
+
+def test_the_text_dates_nothing_since_it_looks_at_the_newest_rounds_alone():
+    norms = {("update.norm", node): [8.0 if node == "c2" else 1.0] * ROUNDS for node in CLIENTS}
+    newest = [*examine(history_of(norms | GRADIENTS), detectors=[oversized_updates])][-1]
+    assert newest.message.startswith("The update of c2 is 8 times as large as the largest of the others'")
+    assert "round" not in newest.message

@@ -80,8 +80,10 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
             continue
         by_training = node in trained and (oddity.is_reversed or _may_be_training(history, node, oddity, round_index))
         issue, kind = oddity.trained_as if by_training else ("BYZANTINE", oddity.kind)
-        same_labels = data.labels_unchanged_since(node, oddity.since) or predicts_texts(history, round_index)
-        if issue == "LABEL_NOISE" and same_labels:
+        if issue == "LABEL_NOISE" and (
+            predicts_texts(history, round_index)
+            or (data.labels_unchanged_since(node, oddity.since) and _agreed_before(history, node, oddity.since))
+        ):
             continue  # it trains as before, on other data than the others
         yield finding(
             issue,
@@ -126,6 +128,15 @@ def _may_be_training(history: History, node: Node, oddity: _Oddity, round_index:
         explained *= max(1.0, max(now) / median(before))
     growth = oddity.number.value / (oddity.number.usual or math.inf)
     return 2 * explained >= growth
+
+
+def _agreed_before(history: History, node: Node, since: int) -> bool:
+    """Return whether a client's updates once pointed where the others' did.
+
+    If they never did, labels that have not changed may never have been right.
+    """
+    before = [_places(history, past_round) for past_round in history.rounds() if past_round < since]
+    return sum(node in places and places[node].cosine >= AGREEING for places in before) >= PAST
 
 
 def _how(*, by_training: bool, is_own: bool) -> str:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from fedvitals.diagnosis.evidence.attendance import (
+    SERVER,
     answered_of,
     clients_of,
     events_in,
@@ -21,7 +24,9 @@ from fedvitals.diagnosis.evidence.attendance import (
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Suspect
+from fedvitals.stats import Array
 
+UNCHANGED = 5  # rounds with the same model since the run began, after which a mistake in the loop is likely
 LASTING = 3  # consecutive rounds without a new model, after which training has stopped
 MOST_SUSPECTS = 20
 WORDS = {  # for failures whose event names no exception
@@ -57,10 +62,13 @@ def _claim_nothing(history: History, round_index: int) -> bool:
 def nothing_aggregated(history: History, round_index: int) -> Iterator[Finding]:
     """NOTHING_AGGREGATED: a round produced no new model, with the reason as far as it is known.
 
-    A note if no client failed, because then the strategy itself chose to wait. Critical once training has stopped: for
-    several consecutive rounds, or from the first round on.
+    Or the global model never changed. A note if no client failed, because then the strategy itself chose to wait.
+    Critical once training has stopped: for several consecutive rounds, or from the first round on.
     """
-    if not _is_empty(history, round_index) or _claim_nothing(history, round_index):
+    if not _is_empty(history, round_index):
+        yield from _never_changed(history, round_index)
+        return
+    if _claim_nothing(history, round_index):
         return
     failed = failed_calls(history, round_index)
     reason = _reason(history, round_index)
@@ -81,6 +89,30 @@ def nothing_aggregated(history: History, round_index: int) -> Iterator[Finding]:
         suspects=suspects,
         more={"failed": len(failed)},
     )
+
+
+def _never_changed(history: History, round_index: int) -> Iterator[Finding]:
+    """Report a global model that is the same in every round so far, although clients train.
+
+    That is how a loop behaves whose optimiser holds another model's parameters, or that never loads the average.
+    """
+    rounds = [past_round for past_round in history.rounds() if past_round <= round_index]
+    if len(rounds) < UNCHANGED or not clients_of(history, round_index):
+        return
+    now, *before = (_model_sums(history, r) for r in (round_index, rounds[-2], rounds[0]))
+    if not now.size or not all(np.array_equal(now, sums) for sums in before):
+        return
+    norms = history.latest("update.norm", round_index)
+    why = "although its clients train" if any(norms.values()) else "because no client's weights change in training"
+    text = f"The global model has not changed since round {rounds[0]}, {why}."
+    numbers = [Number("update.norm", max(norms.values(), default=0.0), of="limit")]
+    yield finding("NOTHING_AGGREGATED", round_index, text, confidence=1.0, since=rounds[0], numbers=numbers)
+
+
+def _model_sums(history: History, round_index: int) -> Array:
+    """Return what tells the global models of two rounds apart; empty if it was not measured."""
+    nodes, values = history.across("weight", ("rms", "sum"), round_index)
+    return values[[node == SERVER for node in nodes]]
 
 
 def _is_empty(history: History, round_index: int) -> bool:

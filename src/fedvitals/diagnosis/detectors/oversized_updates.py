@@ -62,7 +62,7 @@ def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
         yield finding(
             "BYZANTINE",
             round_index,
-            f"Since round {since}, updates of {node} are {times:.2g} times as large as the largest of the others'"
+            f"The update of {node} is {times:.2g} times as large as the largest of the others'"
             f"{'' if explained is None else ', and nothing that it reports of its training explains that'}.",
             confidence=CONFIDENCE,
             since=since,
