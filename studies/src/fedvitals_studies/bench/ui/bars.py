@@ -193,8 +193,9 @@ def _live(visitor: Visitor, store: Path, size: Synthetic, rounds: int, tell: Tel
 
 
 def _shows(number: int) -> str:
-    """Return JavaScript: whether the page's header names that round. The header is written after everything else."""
-    return f"/round {number}(?!\\d)/.test(document.querySelector('.facts')?.innerText)"
+    """Return JavaScript: whether the page's header counts that round. The header is written after everything else."""
+    facts = r"document.querySelector('.facts')?.innerText.replace(/[^\w/]/g, '')"
+    return rf"/(^|\D){number + 1}(\/|round)/.test({facts})"
 
 
 def _hour(browser: Any, url: str, store: Path, size: Synthetic, updates: int, tell: Tell) -> list[float]:
