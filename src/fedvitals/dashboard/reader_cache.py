@@ -45,6 +45,7 @@ class ReaderCache:
         self.warming = Warming(self)
         self.tracker = ChangeTracker()  # replaced once another store has this name
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # a store is examined once, not by every thread that opens it first
         self._looking = threading.Lock()  # separate: a check may take long, and cached answers need not wait
         self._looks = self._looked = 0  # the number of the last check that began, and of the last that succeeded
         self._turns = threading.BoundedSemaphore(READERS)
@@ -98,7 +99,8 @@ class ReaderCache:
 
     def _open(self, identity: object) -> Reader:
         """Open a reader of the store with that identity, sharing names with the watched store's other readers."""
-        reader = open_reader(self.target, patience=PATIENCE)
+        with self._opening:
+            reader = open_reader(self.target, patience=PATIENCE)
         if self._symbols[0] == identity:
             reader.names.use(self._symbols[1])
         return reader
