@@ -250,8 +250,8 @@ def main() -> None:
     rounds, pairs = costs.rounds, len(costs.signs)
     sys.stdout.write(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M, {shape}, {pairs} pairs of rounds, ")
     sys.stdout.write(f"unwatched {np.median(rounds['unwatched']):.3f} s, signs {1e3 * np.mean(costs.signs):.1f} ms\n")
-    for name, seconds in sorted(costs.by_name.items(), key=lambda entry: -entry[1]):
-        sys.stdout.write(f"  {name}: {1e3 * seconds / pairs:.2f} ms a round\n")
+    for name, total in sorted(costs.by_name.items(), key=lambda entry: -entry[1]):
+        sys.stdout.write(f"  {name}: {1e3 * total / pairs:.2f} ms a round\n")
     own = share_of(costs.signs, rounds["without"])
     sys.stdout.write(_written("signs' own time on the host, of a round without them", *own, BARS["large"]))
     ratio = percent_over(rounds["with"], rounds["without"])
