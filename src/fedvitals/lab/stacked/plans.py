@@ -180,17 +180,34 @@ class UnfoldedPlan(GroupedPlan):
 
 
 def _product_with_patches(layer: nn.Conv2d, name: str, weights: Weights, h: Tensor, clients: int) -> Tensor:
-    (top, left), (down, right), bias = layer.kernel_size, layer.stride, weights.get(f"{name}.bias")
+    bias = weights.get(f"{name}.bias")
     above, beside = int(layer.padding[0]), int(layer.padding[1])
     h = F.pad(h, (beside, beside, above, above)) if above or beside else h
-    height, width = (h.shape[-2] - top) // down + 1, (h.shape[-1] - left) // right + 1
-    rows = [slice(i, i + down * (height - 1) + 1, down) for i in range(top)]
-    columns = [slice(j, j + right * (width - 1) + 1, right) for j in range(left)]
-    patches = torch.stack([h[..., row, column] for row in rows for column in columns], 2)
-    patches = patches.view(clients, -1, h.shape[1] * top * left, height * width)
-    found = weights[f"{name}.weight"].flatten(2)[:, None] @ patches
+    height, width = ((h.shape[2 + i] - layer.kernel_size[i]) // layer.stride[i] + 1 for i in (0, 1))
+    patches: Tensor = _Patches.apply(h, layer.kernel_size, layer.stride, (height, width))  # type: ignore[no-untyped-call]
+    found = weights[f"{name}.weight"].flatten(2)[:, None] @ patches.unflatten(0, (clients, -1))
     found = found if bias is None else found + bias[:, None, :, None]
     return found.view(len(h), -1, height, width)
+
+
+class _Patches(torch.autograd.Function):
+    """The patches of images [n, channels, height, width] as [n, channels × kernel, places], like `F.unfold`, which on
+    CUDA takes the images one by one.
+    """
+
+    @staticmethod
+    def forward(context: Any, h: Tensor, kernel: tuple[int, int], stride: tuple[int, int], size: Any) -> Tensor:
+        context.settings = (h.shape[2:], kernel, 1, 0, stride)
+        rows, columns = (
+            [slice(i, i + step * (count - 1) + 1, step) for i in range(side)]
+            for side, step, count in zip(kernel, stride, size, strict=True)
+        )
+        patches = torch.stack([h[:, :, row, column] for row in rows for column in columns], 2)
+        return patches.flatten(3).flatten(1, 2)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return F.fold(gradients[0], *context.settings), None, None, None
 
 
 _PER_CHANNEL = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.GELU, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)

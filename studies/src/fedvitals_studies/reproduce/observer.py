@@ -246,7 +246,7 @@ class Watch(NullObserver):
         """
         for group, (x, y) in open_.tests.items():
             members = open_.members[group].nonzero().flatten()
-            states = open_.stack.states.index_select(0, members).double().mean(0, keepdim=True)
+            states = open_.stack.states.index_select(0, members).mean(0, keepdim=True, dtype=torch.float64)
             model = open_.model.with_states(states.to(open_.stack.states.dtype))
             weights = {name: tensor[0] for name, tensor in model.tensors(slice(0, 1)).items()}
             with evaluation_mode(model.module), torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
