@@ -22,7 +22,7 @@ from fedvitals.probes.adapters.pairs import AdapterPair
 from fedvitals.stats import Array
 
 TOGETHER = 1 << 24  # numbers of adapters' factors that are multiplied at once: 128 MB
-WEIGHED_NUMBERS = 1 << 18  # of each client, from which the averaging weights are solved
+WEIGHED_NUMBERS = 1 << 17  # of each client, from which the averaging weights are solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,12 @@ def grams_of(
     grams: dict[int, Grams] = {}
     for number, places in enumerate(batches):
         lefts, rights, *moves = on_host[number * each : (number + 1) * each]
-        for row, place in enumerate(places):
+        start = len(before[places[0]].a) + len(after[places[0]].a)
+        for row, (place, own) in enumerate(zip(places, _directions(lefts, rights, moves, start), strict=True)):
             of_global = [len(before[place].a), len(after[place].a)]
             of_clients = [stack.rank(names[place]) for stack in stacks for _ in range(stack.size)]
-            ranks = (*of_global, *of_clients, *(len(own.a) for own in (first[place],) if own is not None))
-            left, right, moved = lefts[row], rights[row], [own[row] for own in moves]
-            grams[place] = Grams(left, right, ranks, *_directions(left, right, moved, sum(of_global)))
+            ranks = (*of_global, *of_clients, *(len(model.a) for model in (first[place],) if model is not None))
+            grams[place] = Grams(lefts[row], rights[row], ranks, *own)
     return [grams[place] for place in range(len(names))]
 
 
@@ -219,21 +219,23 @@ def _grown(rows: Any, rank: int) -> Any:
     return library.concatenate([rows, library.zeros_like(rows[:, :1])[:, [0] * (rank - rows.shape[1])]], 1)
 
 
-def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> tuple[tuple[int, ...], int]:
-    """Return how many directions each client has, whose columns begin at `start`, and how many clients changed any.
+def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> list[tuple[tuple[int, ...], int]]:
+    """Return of each adapter how many directions each client has, and how many clients changed any.
 
-    moved: which directions differ from what a client was sent, by stack, [clients, r]. A client that changed nothing at
-    all has what it was sent.
+    start: the first column of the clients. moved: which directions differ from what a client was sent, by stack,
+    [adapters, clients, r]. A client that changed nothing at all has what it was sent.
     """
-    there, held, count_moved = (np.diag(left) > 0) | (np.diag(right) > 0), list[int](), 0
+    there = (np.diagonal(left, axis1=1, axis2=2) > 0) | (np.diagonal(right, axis1=1, axis2=2) > 0)
+    held, changed = [], np.zeros(len(left), int)
     for own in moved:
-        count, rank = own.shape
-        exists = there[start : start + count * rank].reshape(count, rank)
-        has = exists & ((own != 0) | (own == 0).all(1, keepdims=True))
-        held += np.where(has.any(1), rank - has[:, ::-1].argmax(1), 0).tolist()
-        count_moved += int((exists & (own != 0)).any(1).sum())
+        _, count, rank = own.shape
+        exists = there[:, start : start + count * rank].reshape(own.shape)
+        has = exists & ((own != 0) | (own == 0).all(2, keepdims=True))
+        held.append(np.where(has.any(2), rank - has[:, :, ::-1].argmax(2), 0))
+        changed += (exists & (own != 0)).any(2).sum(1)
         start += count * rank
-    return tuple(held), count_moved
+    rows = np.concatenate(held, 1).tolist()
+    return [(tuple(row), count) for row, count in zip(rows, changed.tolist(), strict=True)]
 
 
 def step_products(
