@@ -31,7 +31,6 @@ from fedvitals_studies.reproduce.results import Result
 from fedvitals_studies.reproduce.study import default_measure, measure_all, plan
 
 BETWEEN_WRITES = 20.0  # seconds: what a machine that is taken back could lose
-TOO_MUCH = 60 << 30  # bytes that torch keeps of earlier runs' graphs, before they are freed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,9 +141,9 @@ class Piece:
 
 
 def _tidy() -> None:
-    """Free what the last run has left on the device before there is too much of it."""
+    """Free what the last run has left on the device, which other processes may need."""
     import torch  # noqa: PLC0415 - a page is drawn without it
 
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > TOO_MUCH:
+    if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
