@@ -10,6 +10,7 @@ from fedvitals.report.markup import Block, Table, Text
 from fedvitals_studies.reproduce.claims import WORDS, read, verdict_of
 from fedvitals_studies.reproduce.conditions import FACTORIAL, OURS, Condition
 from fedvitals_studies.reproduce.factorial import (
+    EPOCH_REPEATS,
     REPEATS,
     SCORED,
     ReadingScore,
@@ -76,7 +77,8 @@ def left(results: Results) -> str:
             "after them the extended study under the reading that agrees best, and an epoch as iteration in its eight "
             "cells, at twenty times the work of a cell. `fedvitals reproduce factorial` runs them (docs/gpu.md)."
         )
-    epochs = [(c, REPEATS - len(results.repeats(c.name))) for c in cells_of(dataclasses.replace(best, epochs=True))]
+    cells = cells_of(dataclasses.replace(best, epochs=True))
+    epochs = [(c, EPOCH_REPEATS - len(results.repeats(c.name))) for c in cells]
     runs = sum(max(0, count) for _, count in epochs)
     if not runs:
         return "nothing of the factorial is left."
