@@ -471,7 +471,7 @@ def test_outputs_are_kept_while_the_training_lasts_and_no_longer():
         optimizer.step()
     assert len(losses._awaited) == 0
     measured = losses.stop(60)
-    assert measured.results(measured.numbers.numpy())[1][:, 0].sum() == 48
+    assert measured.results(measured.numbers.numpy())[1]["training.classes"][:, 0].sum() == 48
     assert not losses._waiting
     assert not model._forward_hooks
 

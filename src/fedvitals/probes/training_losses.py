@@ -6,6 +6,7 @@ loss (see `class_losses`). The table by class counts each sample once, as the re
 over the client's data, or all steps where `data` is unknown. A batch that is looked at again before the next one (SAM,
 LBFGS, two passes with dropout) is counted once. `train.loss_last` is of the last eighth of the last pass.
 
+Of a language model the table is by bands of tokens and of lengths of texts: a row without a gradient is no target.
 Of a regression whose targets `data` has as a tensor, the moments of the residuals are measured instead (`residuals`).
 A single output per sample is that of two classes, whose logits are 0 and it, or probabilities after a sigmoid.
 
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers, hook_passes
+from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers, hook_passes, trained_part
 from fedvitals.probes import samples
 from fedvitals.probes.class_losses import (
     ClassSums,
@@ -39,9 +40,11 @@ from fedvitals.probes.class_losses import (
     JudgedRows,
     judge_gradients,
     last_quota,
+    text_rows,
 )
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.residuals import ResidualSums, regression_targets, residual_metrics
+from fedvitals.probes.token_counts import is_vocabulary, tokens_among
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
 
@@ -69,14 +72,15 @@ _Batch = tuple[weakref.ref[Tensor], int]  # the first input of a forward pass, a
 class _Output:
     """One forward pass in training: logits [rows, classes], and their gradients after its backward pass."""
 
-    __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "version")
+    __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "text_rows", "texts", "version")
 
-    def __init__(self, logits: Tensor, stride: int, samples: int, batch: _Batch | None) -> None:
-        """`stride`: every so many rows of the output are looked at. `samples`: in the batch."""
+    def __init__(self, logits: Tensor, stride: int, samples: int, batch: _Batch | None, texts: int) -> None:
+        """`stride`: every so many rows of the output are looked at. `samples`, `texts`: in the batch; 0: not texts."""
         self.logits: Tensor | None = logits
         self.batch = batch
         self.gradients: Tensor | None = None
-        self.stride, self.samples = stride, samples
+        self.stride, self.samples, self.texts = stride, samples, texts
+        self.text_rows: Tensor | None = None
         self.first = 0  # the number of its first sample, in the order of the backward passes
         self.version = logits._version  # noqa: SLF001 - autograd's own counter of changes in place
 
@@ -89,22 +93,22 @@ class MeasuredLosses:
         self.numbers = None if totals is None or reason is not None else totals.numbers
         self._totals, self._reason = totals, reason
 
-    def results(self, numbers: Array | None) -> tuple[dict[str, float], Array | None]:
-        """Return the metrics and the matrix of `training.classes`, from `numbers` on the host."""
+    def results(self, numbers: Array | None) -> tuple[dict[str, float], dict[str, Array]]:
+        """Return the metrics, and the matrices by family, from `numbers` on the host."""
         if self._reason is not None:
             raise UnsuitedError(NOT_MEASURED + self._reason)
         if self._totals is None or numbers is None:
-            return {}, None
+            return {}, {}
         if isinstance(self._totals, ResidualSums):
-            return residual_metrics(numbers), None
+            return residual_metrics(numbers), {}
         sums = ClassSums(self._totals, numbers)
         if sums.is_odd:
             raise UnsuitedError(NOT_MEASURED + OTHER_LOSS)
         if not sums.samples[0]:
-            return {}, None
+            return {}, {}
         own = {name: float(values[0]) for name, values in sums.metrics.items()}
         metrics = {name: number for name, number in own.items() if not (CATALOG[name].rare and math.isnan(number))}
-        return metrics, sums.table[0] if self._totals.tabulated else None
+        return metrics, {family: matrices[0] for family, matrices in sums.tables.items()}
 
 
 class TrainingLosses:
@@ -128,6 +132,8 @@ class TrainingLosses:
         self._totals: ClassTotals | None = None
         self._targets = regression_targets(view.data)
         self._residuals: ResidualSums | None = None
+        self._trained = trained_part(view.model)
+        self._vocabularies: dict[int, bool] = {}  # by numbers of outputs: whether they are over the model's tokens
         self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
         self._counted: _Batch | None = None  # the batch whose samples were counted last
         self._handles: list[Any] = []
@@ -188,7 +194,7 @@ class TrainingLosses:
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
         if total is None or now < total or now % total + awaited + batch > total - self._quota:
-            self._await_gradient(logits, batch, source)
+            self._await_gradient(logits, batch, source, tokens_among(arguments, named))
         elif not self._is_counted(source, batch):
             self._samples, self._counted = now + batch, source
         self.seconds += time.perf_counter() - began
@@ -200,7 +206,7 @@ class TrainingLosses:
             return False
         return before[1] == source[1] and before[0]() is source[0]() is not None
 
-    def _await_gradient(self, logits: Any, batch: int, source: _Batch | None) -> None:
+    def _await_gradient(self, logits: Any, batch: int, source: _Batch | None, tokens: Tensor | None) -> None:
         obstacle = _obstacle(logits)
         if obstacle is not None:
             self._refuse(obstacle)
@@ -209,10 +215,11 @@ class TrainingLosses:
         if node is None or not numbers or _is_captured(logits):
             return
         rows = _rows(logits)
+        texts = 0 if tokens is None or len(rows) % len(tokens) or not self._are_tokens(rows.shape[1]) else len(tokens)
         if numbers > MOST_NUMBERS:
             stride = -(-numbers // MOST_NUMBERS)
             rows = rows[::stride].clone()
-        output = _Output(rows, stride, batch, source)
+        output = _Output(rows, stride, batch, source, texts)
         if self.batch is None:
             kind = type(node).__name__
             self.batch, self._normalised = batch, kind.startswith("LogSoftmax")
@@ -226,6 +233,11 @@ class TrainingLosses:
             (before, place), *_ = node.next_functions
             if before is not None:
                 before.register_prehook(functools.partial(self._on_backward, output, place))
+
+    def _are_tokens(self, classes: int) -> bool:
+        if classes not in self._vocabularies:
+            self._vocabularies[classes] = is_vocabulary(self._trained, classes)
+        return self._vocabularies[classes]
 
     def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
         """Record the gradient of an output on its first arrival; runs inside the backward pass."""
@@ -250,6 +262,9 @@ class TrainingLosses:
         self._counted = output.batch
         output.first, rows = self._samples, _rows(gradient)
         self._samples += output.samples
+        if output.texts:
+            targets = rows.amax(1) > rows.amin(1)  # one of these alone may underflow; two reductions are the fastest
+            output.text_rows = text_rows(targets.view(output.texts, -1), output.stride)
         output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
         self._waiting.append(output)
         self._numbers += logits.numel()
@@ -290,14 +305,18 @@ class TrainingLosses:
         logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
         if logits.shape[1] == 1:
             logits, gradients = _as_two_classes(logits.float(), gradients.float(), sigmoid=self._sigmoid)
-        totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
+        text_rows_of = [output.text_rows for output, _, _ in outputs if output.text_rows is not None]
+        texts = torch.cat(text_rows_of) if len(text_rows_of) == len(outputs) else None
+        if self._totals is None:
+            self._totals = ClassTotals(logits.shape[1], logits.device, language=texts is not None)
+        totals = self._totals
         spans, numbers = [(output.first, output.samples, len(z)) for output, z, _ in outputs], None
         if totals.classes == 2:
             sizes = [len(z) for _, z, _ in outputs]
             single = max(sizes) == 1  # rows have no others of their output then: all outputs have one weight
             places = np.zeros(len(sizes), np.int64) if single else np.repeat(np.arange(len(sizes)), sizes)
             numbers = upload(torch.from_numpy(places), logits.device)
-        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
+        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised, texts=texts)
         totals.add_judged(judged)
         first = len(logits) if self._total is None else _rows_before(spans, self._total)
         if first:
