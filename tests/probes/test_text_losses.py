@@ -14,52 +14,10 @@ from fedvitals.probes import training_losses
 from fedvitals.probes.presets import preset
 from fedvitals.stats import FEWEST_IN_BAND, LENGTH_BOUNDS, TOKEN_BOUNDS, derive
 from support.models import close, flat, watched
-from support.trained_losses import LOSSES, check_abstains, trained
+from support.text_training import IGNORED, POSITIONS, VOCABULARY, Language, make_texts, steps
+from support.trained_losses import LOSSES, Twin, check_abstains, trained
 
-VOCABULARY, POSITIONS, IGNORED = 5000, 40, -100
 NAMES = ("train.loss_common", "train.loss_rare", "train.loss_short", "train.loss_long")
-
-
-class Language(nn.Module):
-    """Predicts each next token from the one before."""
-
-    def __init__(self, vocabulary=VOCABULARY, *, flattened=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head, self.flattened = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary), flattened
-
-    def forward(self, tokens):
-        logits = self.head(self.embed(tokens))
-        return logits.flatten(0, 1) if self.flattened else logits
-
-
-def make_texts(texts=32, positions=POSITIONS, vocabulary=VOCABULARY, seed=0):
-    """Tokens of all bands, and targets; the rest of a text, and a few tokens of each, are no targets."""
-    stream = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(texts, positions + 1, generator=stream)
-    tokens = (vocabulary**uniform - 1).long()
-    lengths = torch.randint(1, positions + 1, (texts, 1), generator=stream)
-    ignored = (torch.arange(positions) >= lengths) | (torch.rand(texts, positions, generator=stream) < 0.1)
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(ignored, IGNORED)
-
-
-def steps(data, loss=functional.cross_entropy, batch=4, accumulate=1, precision=None):
-    """Steps on batches of texts. The twin keeps logits and targets as [texts, positions, ...]."""
-
-    def run(model, twin):
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        for number, (x, y) in enumerate(zip(data[0].split(batch), data[1].split(batch), strict=True)):
-            with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
-                logits = model(x)
-                own = loss(logits.reshape(-1, logits.shape[-1]), y.flatten())
-            twin.logits.append(logits.detach().double().reshape(*y.shape, -1))
-            twin.labels.append(y)
-            (own / accumulate).backward()
-            if (number + 1) % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return run
 
 
 def expected(twin, stride=1):
@@ -199,8 +157,7 @@ def test_classes_of_texts_are_no_tokens():
 def test_the_weights_are_the_same_to_the_last_bit():
     data, plainly, model = make_texts(), Language(), Language()
     trained(model, steps(data, accumulate=2))
-    twin = trained(nn.Linear(1, 1), lambda *_: None)[1]
-    steps(data, accumulate=2)(plainly, twin)
+    steps(data, accumulate=2)(plainly, Twin())
     assert torch.equal(flat(model), flat(plainly))
 
 
@@ -219,7 +176,7 @@ def test_workers_tell_the_same_and_clients_add_up():
                 observer = monitor.host.for_worker() if through_worker else monitor
                 model = Language()
                 with observer.client(f"c{seed}", model):
-                    steps(make_texts(seed=seed))(model, trained(nn.Linear(1, 1), lambda *_: None)[1])
+                    steps(make_texts(seed=seed))(model, Twin())
                 if through_worker:
                     monitor.host.absorb(observer.payload())
         sinks.append(sink)
@@ -258,5 +215,5 @@ def test_a_model_of_hugging_face():
     model, plainly = hugging_face(), hugging_face()
     sink, twin = trained(model, run, probes=LOSSES)
     check(sink, twin)
-    run(plainly, trained(nn.Linear(1, 1), lambda *_: None)[1])
+    run(plainly, Twin())
     assert torch.equal(flat(model), flat(plainly))
