@@ -34,7 +34,6 @@ export function view(root, ctx) {
   const side = { facts: h("div", {}), labels: h("div", {}), losses: h("div", {}), failures: h("div", {}), events: h("div", {}) };
   const found = panel("findings and evidence", cases.node, plots.node, rests);
   const more = h("p", { class: "small" });
-  const losses = panel("training losses of its texts", side.losses);
   let neighbours = {};
   let first = true;
   root.append(h("div", { class: "page client-page" },
@@ -44,7 +43,7 @@ export function view(root, ctx) {
       panel("layers against the median client", layers.nodes),
       panel("where its time went", times.nodes)),
     h("aside", { "aria-label": "Facts and events" },
-      panel("reported values", side.facts), panel("labels", side.labels), losses, panel("failures", side.failures),
+      panel("reported values", side.facts), panel("labels", side.labels), side.losses, panel("failures", side.failures),
       panel("events, newest first", side.events), more)));
 
   const step = (where, label) => Object.assign(() => neighbours[where] && go(runLink(run, "clients", neighbours[where])), { label });
@@ -116,8 +115,8 @@ export function view(root, ctx) {
     const raw = (kind) => h("a", { href: link(of(run, "records"), { kind, node }), text: kind });
     put(side.facts, page.facts, () => (page.facts.length ? factList(page.facts) : empty("Nothing of its data.", "`data` and `loss` in monitor.client tell.")));
     put(side.labels, page.labels, () => (page.labels.length ? labelBars(page.labels) : empty("Its labels are not known.", "From privacy level 3 on, with `data` that yields (x, y).")));
-    losses.hidden = !page.losses.length;
-    put(side.losses, page.losses, () => lossBands(page.losses));
+    side.losses.hidden = !page.losses.length;
+    put(side.losses, page.losses, () => page.losses.length > 0 && panel("training losses of its texts", lossBands(page.losses)));
     put(side.failures, page.failures, () => (page.failures.length
       ? [eventList(run, page.failures),
         page.total_failures > page.failures.length && h("p", { class: "small muted", text: `${page.failures.length} of ${page.total_failures} shown` }),
