@@ -11,9 +11,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from fedvitals.probes import training_losses
+from fedvitals.probes.class_losses import ClassSums, ClassTotals, judge_gradients, text_rows
 from fedvitals.probes.presets import preset
 from fedvitals.stats import FEWEST_IN_BAND, LENGTH_BOUNDS, TOKEN_BOUNDS, derive
 from support.models import close, flat, watched
+from support.pretended_device import DeviceTensor, Pretending, away, here
 from support.text_training import IGNORED, POSITIONS, VOCABULARY, Language, make_texts, steps
 from support.trained_losses import LOSSES, Twin, check_abstains, trained
 
@@ -185,6 +187,30 @@ def test_workers_tell_the_same_and_clients_add_up():
             own = [sink.layers(family, node=f"c{seed}").matrix for seed in range(2)]
             np.testing.assert_allclose(sink.layers(family, node=None).matrix, sum(own), rtol=1e-5)
         np.testing.assert_allclose(*(sink.layers(family, node="c0").matrix for sink in sinks), rtol=1e-6)
+
+
+def test_a_device_is_not_waited_for():
+    """From the gradients to the sums, which are those of the CPU; limits of bands are on the device, too."""
+    x, y = make_texts(16, vocabulary=300)
+    rows = Language(300, flattened=True)(x).detach().requires_grad_()
+    functional.cross_entropy(rows, y.flatten()).backward()
+    logits, gradients = rows.detach(), rows.grad
+
+    def sums(logits, gradients):
+        texts = text_rows((gradients.amax(1) > gradients.amin(1)).view(len(x), -1))
+        totals = ClassTotals(300, logits.device, language=True)
+        totals.add_first(judge_gradients(logits, gradients, texts=texts))
+        return totals
+
+    wanted = sums(logits, gradients)
+    DeviceTensor.waits.clear()
+    with Pretending():
+        totals = sums(away(logits), away(gradients))
+    assert DeviceTensor.waits.total() == 0
+    tables = [ClassSums(own, here(own.numbers).numpy()).tables for own in (totals, wanted)]
+    for family in ("training.tokens", "training.lengths"):
+        assert tables[0][family].any()
+        np.testing.assert_allclose(tables[0][family], tables[1][family])
 
 
 def hugging_face(**settings):
