@@ -54,6 +54,18 @@ def named_members(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
     return members
 
 
+def walked(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules, each once and in no particular order, several times faster than `modules()`."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]  # noqa: SLF001
+    return [*found.values()]
+
+
 def hook_passes(model: nn.Module, hook: Hook) -> list[Any]:
     """Call a hook `(module, arguments, named, output)` after each forward pass of a model; returns its handles.
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.model_hooks import Hook, can_be_hooked, named_members, trained_part
+from fedvitals.model_hooks import Hook, can_be_hooked, trained_part, walked
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
@@ -179,12 +179,13 @@ class TokenCounts:
         peak = None if first is None else device_peak(first.device)
         if peak is None or any(self._setting(name) for name in UNEVEN):
             return 0.0
-        products, tables = set[int](), set[int]()
-        for module in self._model.modules():
+        products, tables, parameters = set[int](), set[int](), list[Tensor]()
+        for module in walked(self._model):
+            own = module._parameters  # noqa: SLF001 - a tenth of the time that `parameters` takes
+            parameters += [p for p in own.values() if p is not None and p.dim() > 1]
             if isinstance(module, nn.Linear | nn.Embedding):
                 (tables if isinstance(module, nn.Embedding) else products).add(id(module.weight))
-        parameters = (p for _, p in named_members(self._model, "_parameters"))
-        used = [p for p in parameters if p.dim() > 1 and (id(p) in products or id(p) not in tables)]
+        used = {id(p): p for p in parameters if id(p) in products or id(p) not in tables}.values()
         return sum(p.numel() * (6 if p.requires_grad else 4) for p in used) / peak
 
 

@@ -22,11 +22,12 @@ from fedvitals.protocols import NullObserver
 
 def convolution():
     torch.manual_seed(0)
-    for side, inside, outside, kernel, padding, kind, slope in (
+    shapes = (
         (8, 3, 5, 3, 0, stacked_conv.LEAKY, 0.3),
         (9, 4, 8, 3, 1, stacked_conv.TANH, 0.0),
         (11, 2, 4, 5, 0, stacked_conv.LEAKY, 0.0),
-    ):
+    )
+    for (side, inside, outside, kernel, padding, kind, slope), pool in itertools.product(shapes, (2, 1)):
         x, w, b = (
             torch.randn(2, 3, inside, side, side),
             torch.randn(2, outside, inside, kernel, kernel),
@@ -41,9 +42,10 @@ def convolution():
         theirs = [t.clone().requires_grad_() for t in (x, w, b)]
         # The last one is too large for the kernels' counting, as it were, and is cut.
         stacked_conv._LARGEST = 4 * 9 * 50 * 2 if kernel == 5 else 1 << 30
-        y = stacked_conv.conv_block(*ours, stacked_conv.ConvBlock(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
-        one = [F.max_pool2d(F.conv2d(theirs[0][c], theirs[1][c], theirs[2][c], padding=padding), 2) for c in range(2)]
-        expected = torch.stack(one)
+        block = stacked_conv.ConvBlock(kernel, padding, kind, slope, pool)
+        y = stacked_conv.conv_block(*ours, block).permute(0, 1, 4, 2, 3)
+        expected = torch.stack([F.conv2d(theirs[0][c], theirs[1][c], theirs[2][c], padding=padding) for c in range(2)])
+        expected = F.max_pool2d(expected.flatten(0, 1), 2).unflatten(0, (2, 3)) if pool == 2 else expected
         expected = expected.tanh() if kind == stacked_conv.TANH else F.leaky_relu(expected, slope)
         torch.testing.assert_close(y, expected, atol=2e-6, rtol=1e-5, equal_nan=True)
         gradient = torch.randn_like(expected)
@@ -107,7 +109,8 @@ def residual():
 def plans():
     """Every plan gives the gradients of every other."""
     small_resnet = lab.Own(residual, stackable=True)
-    for model in (lab.paper_cnn(channels=(4, 8)), lab.paper_cnn(scenario="vanishing", channels=(2, 4)), small_resnet):
+    paper = [lab.paper_cnn(channels=(4, 8)), lab.paper_cnn(scenario="vanishing", channels=(2, 4))]
+    for model in (*paper, lab.paper_cnn(channels=(2, 4), pool="none"), small_resnet):
         site = Site.of(experiment(model))
         x, y = (t[:6].unflatten(0, (2, 3)) for t in (site.dataset.inputs(site.dataset.x), site.dataset.y))
         states = site.layout.flat(site.module) * torch.tensor([[0.9], [1.1]])

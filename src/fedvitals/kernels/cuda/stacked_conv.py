@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution, pooling and activation of many clients at once, each with its own weights, on CUDA by Triton.
+"""Convolution, pooling (if any) and activation of many clients at once, each with its own weights, by Triton on CUDA.
 
 cuDNN computes stacked clients as a grouped convolution, one group per client, at a tenth of the machine's speed. This
 block, of which small image networks consist, is one pass instead: an implicit matrix product per client, of which only
@@ -26,12 +26,13 @@ _LARGEST = (1 << 31) - 1  # place within a client's part: the kernels count in 3
 
 @dataclass(frozen=True, slots=True)
 class ConvBlock:
-    """A convolution of stride 1, a pooling of 2 × 2, and an activation: `kind` and its slope below 0."""
+    """A convolution of stride 1, a pooling of `pool` × `pool`, 2 or 1, and an activation: `kind`, its slope below 0."""
 
     kernel: int
     padding: int
     kind: int = LINEAR
     slope: float = 0.0
+    pool: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Tiles:
 
 # The quickest of a few on an H200, for the paper's two convolutions with 100 clients.
 FORWARD, INPUTS, WEIGHTS = Tiles(32, 32, 4, 3), Tiles(64, 64, 4, 1), Tiles(32, 32, 4, 3, 4)
+UNPOOLED = Tiles(128, 32, 4, 3)  # forward
 FOLDED = 1024  # values that one program adds up
 
 
@@ -92,14 +94,14 @@ def _patches(
 def _forward(
     x, w, bias, y, places, samples, slope,
     H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = p // (PH * PW)
-    top = (p // PW) % PH * 2
-    left = p % PW * 2
+    top = (p // PW) % PH * POOL
+    left = p % PW * POOL
     there = n < samples
     co = tl.arange(0, OUT)
     x += client * samples * (H * W * CI)
@@ -112,18 +114,19 @@ def _forward(
         k = first + tl.arange(0, TERMS)
         b = tl.load(w + k[:, None] * CO + co[None, :], mask=(k < KS * KS * CI)[:, None] & (co < CO)[None, :], other=0.0)
         acc0 = _product(_patches(x, n, top, left, k, there, H, W, CI, KS, PAD), b, acc0, PRECISION)
-        acc1 = _product(_patches(x, n, top, left + 1, k, there, H, W, CI, KS, PAD), b, acc1, PRECISION)
-        acc2 = _product(_patches(x, n, top + 1, left, k, there, H, W, CI, KS, PAD), b, acc2, PRECISION)
-        acc3 = _product(_patches(x, n, top + 1, left + 1, k, there, H, W, CI, KS, PAD), b, acc3, PRECISION)
-    # As torch pools: the first of equals, and NaN before all.
+        if POOL == 2:
+            acc1 = _product(_patches(x, n, top, left + 1, k, there, H, W, CI, KS, PAD), b, acc1, PRECISION)
+            acc2 = _product(_patches(x, n, top + 1, left, k, there, H, W, CI, KS, PAD), b, acc2, PRECISION)
+            acc3 = _product(_patches(x, n, top + 1, left + 1, k, there, H, W, CI, KS, PAD), b, acc3, PRECISION)
     best = acc0
     place = tl.zeros((ROWS, OUT), tl.int32)
-    taken = (acc1 > best) | (acc1 != acc1)  # noqa: PLR0124 - NaN
-    best, place = tl.where(taken, acc1, best), tl.where(taken, 1, place)
-    taken = (acc2 > best) | (acc2 != acc2)  # noqa: PLR0124 - NaN
-    best, place = tl.where(taken, acc2, best), tl.where(taken, 2, place)
-    taken = (acc3 > best) | (acc3 != acc3)  # noqa: PLR0124 - NaN
-    best, place = tl.where(taken, acc3, best), tl.where(taken, 3, place)
+    if POOL == 2:  # as torch pools: the first of equals, and NaN before all
+        taken = (acc1 > best) | (acc1 != acc1)  # noqa: PLR0124 - NaN
+        best, place = tl.where(taken, acc1, best), tl.where(taken, 1, place)
+        taken = (acc2 > best) | (acc2 != acc2)  # noqa: PLR0124 - NaN
+        best, place = tl.where(taken, acc2, best), tl.where(taken, 2, place)
+        taken = (acc3 > best) | (acc3 != acc3)  # noqa: PLR0124 - NaN
+        best, place = tl.where(taken, acc3, best), tl.where(taken, 3, place)
     best += tl.load(bias + client * CO + co, mask=co < CO, other=0.0)[None, :]
     if KIND == 1:
         best = tl.where(best > 0, best, best * slope)
@@ -132,7 +135,8 @@ def _forward(
     into = client * samples * (PH * PW * CO) + p[:, None] * CO + co[None, :]
     kept = there[:, None] & (co < CO)[None, :]
     tl.store(y + into, best, mask=kept)
-    tl.store(places + into, place.to(tl.int8), mask=kept)
+    if POOL == 2:
+        tl.store(places + into, place.to(tl.int8), mask=kept)
 
 
 @triton.jit
@@ -153,7 +157,7 @@ def _activation_gradient(dy, y, g, slope, total, KIND: tl.constexpr, SIZE: tl.co
 def _weights(
     x, g, places, dw, samples,
     H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, POOL: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """Compute [CO, terms] of the weight gradient for one part of the positions."""
@@ -168,21 +172,24 @@ def _weights(
     for first in range(0, EACH, ROWS):
         p = part * EACH + first + tl.arange(0, ROWS)
         n = p // (PH * PW)
-        top = (p // PW) % PH * 2
-        left = p % PW * 2
+        top = (p // PW) % PH * POOL
+        left = p % PW * POOL
         there = n < samples
         into = p[None, :] * CO + co[:, None]
         kept = there[None, :] & (co < CO)[:, None]
         gradient = tl.load(g + into, mask=kept, other=0.0)
-        place = tl.load(places + into, mask=kept, other=0)
         a = _patches(x, n, top, left, k, there, H, W, CI, KS, PAD)
-        acc = _product(tl.where(place == 0, gradient, 0.0), a, acc, PRECISION)
-        a = _patches(x, n, top, left + 1, k, there, H, W, CI, KS, PAD)
-        acc = _product(tl.where(place == 1, gradient, 0.0), a, acc, PRECISION)
-        a = _patches(x, n, top + 1, left, k, there, H, W, CI, KS, PAD)
-        acc = _product(tl.where(place == 2, gradient, 0.0), a, acc, PRECISION)
-        a = _patches(x, n, top + 1, left + 1, k, there, H, W, CI, KS, PAD)
-        acc = _product(tl.where(place == 3, gradient, 0.0), a, acc, PRECISION)
+        if POOL == 1:
+            acc = _product(gradient, a, acc, PRECISION)
+        else:
+            place = tl.load(places + into, mask=kept, other=0)
+            acc = _product(tl.where(place == 0, gradient, 0.0), a, acc, PRECISION)
+            a = _patches(x, n, top, left + 1, k, there, H, W, CI, KS, PAD)
+            acc = _product(tl.where(place == 1, gradient, 0.0), a, acc, PRECISION)
+            a = _patches(x, n, top + 1, left, k, there, H, W, CI, KS, PAD)
+            acc = _product(tl.where(place == 2, gradient, 0.0), a, acc, PRECISION)
+            a = _patches(x, n, top + 1, left + 1, k, there, H, W, CI, KS, PAD)
+            acc = _product(tl.where(place == 3, gradient, 0.0), a, acc, PRECISION)
     into = ((client * PARTS + part) * CO + co[:, None]) * (KS * KS * CI) + k[None, :]
     tl.store(dw + into, acc, mask=(co < CO)[:, None] & (k < KS * KS * CI)[None, :])
 
@@ -190,33 +197,33 @@ def _weights(
 @triton.jit
 def _columns(
     g, places, w, columns, samples,
-    CO: tl.constexpr, TAPS: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr,
+    CO: tl.constexpr, TAPS: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, POOL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Compute each position's contribution to all inputs that its kernel covers: [samples, 2 PH, 2 PW, taps]."""
+    """Compute each position's contribution to all inputs that its kernel covers: [samples, POOL PH, POOL PW, taps]."""
     client = tl.program_id(2).to(tl.int64)
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * TERMS + tl.arange(0, TERMS)
     n = p // (PH * PW)
-    top = (p // PW) % PH * 2
-    left = p % PW * 2
+    top = (p // PW) % PH * POOL
+    left = p % PW * POOL
     there = n < samples
     co = tl.arange(0, OUT)
     from_ = client * samples * (PH * PW * CO) + p[:, None] * CO + co[None, :]
     kept = there[:, None] & (co < CO)[None, :]
     gradient = tl.load(g + from_, mask=kept, other=0.0)
-    place = tl.load(places + from_, mask=kept, other=4)
+    place = tl.load(places + from_, mask=kept, other=4) if POOL == 2 else tl.zeros((ROWS, OUT), tl.int8)
     b = tl.load(
         w + client * (CO * TAPS) + co[:, None] * TAPS + k[None, :],
         mask=(co < CO)[:, None] & (k < TAPS)[None, :],
         other=0.0,
     )
-    columns += client * samples * (4 * PH * PW * TAPS)
+    columns += client * samples * (POOL * POOL * PH * PW * TAPS)
     kept = there[:, None] & (k < TAPS)[None, :]
-    for corner in tl.static_range(4):
+    for corner in tl.static_range(POOL * POOL):
         nothing = tl.zeros((ROWS, TERMS), tl.float32)
         product = _product(tl.where(place == corner, gradient, 0.0), b, nothing, PRECISION)
-        at = ((n * (2 * PH) + top + corner // 2) * (2 * PW) + left + corner % 2) * TAPS
+        at = ((n * (POOL * PH) + top + corner // POOL) * (POOL * PW) + left + corner % POOL) * TAPS
         tl.store(columns + at[:, None] + k[None, :], product, mask=kept)
 
 
@@ -224,7 +231,7 @@ def _columns(
 def _fold_columns(
     columns, dx, samples,
     H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, POOL: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the images: the sum over all kernels that cover a pixel."""
     client = tl.program_id(1).to(tl.int64)
@@ -233,13 +240,13 @@ def _fold_columns(
     ih = (m // W) % H
     iw = m % W
     ci = tl.arange(0, WIDE)
-    columns += client * samples * (4 * PH * PW * KS * KS * CI)
+    columns += client * samples * (POOL * POOL * PH * PW * KS * KS * CI)
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for tap in tl.static_range(KS * KS):
         oh = ih + PAD - tap // KS
         ow = iw + PAD - tap % KS
-        seen = (n < samples) & (oh >= 0) & (oh < 2 * PH) & (ow >= 0) & (ow < 2 * PW)
-        at = ((n * (2 * PH) + oh) * (2 * PW) + ow) * (KS * KS * CI) + tap * CI
+        seen = (n < samples) & (oh >= 0) & (oh < POOL * PH) & (ow >= 0) & (ow < POOL * PW)
+        at = ((n * (POOL * PH) + oh) * (POOL * PW) + ow) * (KS * KS * CI) + tap * CI
         total += tl.load(columns + at[:, None] + ci[None, :], mask=seen[:, None] & (ci < CI)[None, :], other=0.0)
     into = client * samples * (H * W * CI) + m[:, None] * CI + ci[None, :]
     tl.store(dx + into, total, mask=(n < samples)[:, None] & (ci < CI)[None, :])
@@ -247,7 +254,7 @@ def _fold_columns(
 
 def pooled_size(images: Tensor, block: ConvBlock) -> tuple[int, int]:
     """Return the height and width after the block."""
-    return tuple((side + 2 * block.padding - block.kernel + 1) // 2 for side in images.shape[2:4])  # type: ignore[return-value]
+    return tuple((side + 2 * block.padding - block.kernel + 1) // block.pool for side in images.shape[2:4])  # type: ignore[return-value]
 
 
 class _ConvBlockFunction(torch.autograd.Function):
@@ -257,11 +264,11 @@ class _ConvBlockFunction(torch.autograd.Function):
         outside = weight.shape[1]
         high, wide = pooled_size(x, block)
         y = x.new_empty(clients, samples, high, wide, outside)
-        places = torch.empty(y.shape, dtype=torch.int8, device=x.device)
+        places = torch.empty(y.shape if block.pool == 2 else 1, dtype=torch.int8, device=x.device)
         taps = weight.permute(0, 3, 4, 2, 1).contiguous()
         bias = bias.contiguous()
-        t = FORWARD
-        sides = (height, width, inside, outside, block.kernel, block.padding, high, wide)
+        t = FORWARD if block.pool == 2 else UNPOOLED
+        sides = (height, width, inside, outside, block.kernel, block.padding, high, wide, block.pool)
         _forward[(triton.cdiv(samples * high * wide, t.rows), clients)](
             x, taps, bias, y, places, samples, block.slope, *sides, block.kind, precision,
             t.rows, t.terms, _power(outside), num_warps=t.warps, num_stages=t.stages,
@@ -301,19 +308,20 @@ def _weight_gradient(x: Tensor, g: Tensor, places: Tensor, shape: Any, sides: An
 
 def _input_gradient(g: Tensor, places: Tensor, weight: Tensor, shape: Any, sides: Any, precision: str) -> Tensor:
     clients, samples, height, width, inside = shape
-    outside, kernel, padding, high, wide = sides[3:]
+    outside, kernel, padding, high, wide, pool = sides[3:]
     taps = kernel * kernel * inside
-    columns = g.new_empty(clients, samples * 4 * high * wide, taps)
+    columns = g.new_empty(clients, samples * pool * pool * high * wide, taps)
     t = INPUTS if taps > 32 else dataclasses.replace(INPUTS, terms=32)
     _columns[(triton.cdiv(samples * high * wide, t.rows), triton.cdiv(taps, t.terms), clients)](
-        g, places, weight.permute(0, 1, 3, 4, 2).contiguous(), columns, samples, outside, taps, high, wide, precision,
+        g, places, weight.permute(0, 1, 3, 4, 2).contiguous(), columns, samples, outside, taps, high, wide, pool,
+        precision,
         t.rows, t.terms, _power(outside), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     dx = g.new_empty(shape)
     channels = int(triton.next_power_of_2(inside))
     rows = max(16, FOLDED // channels)
     _fold_columns[(triton.cdiv(samples * height * width, rows), clients)](
-        columns, dx, samples, height, width, inside, kernel, padding, high, wide, rows, channels, num_warps=4
+        columns, dx, samples, height, width, inside, kernel, padding, high, wide, pool, rows, channels, num_warps=4
     )
     return dx
 
@@ -330,7 +338,7 @@ def conv_block(x: Tensor, weight: Tensor, bias: Tensor, block: ConvBlock, precis
     """
     high, wide = pooled_size(x, block)
     taps = block.kernel**2 * x.shape[4]
-    most = _LARGEST // max(1, 4 * high * wide * max(taps, weight.shape[1]))
+    most = _LARGEST // max(1, block.pool**2 * high * wide * max(taps, weight.shape[1]))
     parts = [
         _ConvBlockFunction.apply(part.contiguous(), weight, bias, block, precision)
         for part in x.split(max(1, most), dim=1)

@@ -33,11 +33,13 @@ class ConvBlocks(AutogradPlan):
         layers = [*module.named_children()]
         blocks: list[tuple[str, ConvBlock]] = []
         while layers and isinstance(layers[0][1], nn.Conv2d):
-            block = _block([layer for _, layer in layers[:3]])
+            pooled = any(isinstance(layer, nn.MaxPool2d) for _, layer in layers[1:3])
+            own, following = layers[: 2 + pooled], layers[2 + pooled :]
+            block = _block([layer for _, layer in own])
             if block is None:
                 return None
-            blocks.append((layers[0][0], block))
-            layers = layers[3:]
+            blocks.append((own[0][0], block))
+            layers = following
         if not blocks or not layers or not isinstance(layers[0][1], nn.Flatten):
             return None
         dense: list[tuple[str, nn.Module | None]] = []
@@ -62,13 +64,13 @@ class ConvBlocks(AutogradPlan):
 
 
 def _block(layers: list[nn.Module]) -> ConvBlock | None:
-    """Return the fused block for a convolution with pooling and activation in either order, or None.
+    """Return the fused block for a convolution with an activation, and pooling before or after it, if any; or None.
 
     Both orders give the same result, since the activation is non-decreasing.
     """
-    if len(layers) < 3:
+    if len(layers) < 2:
         return None
-    convolution, pool, activation = layers[0], *sorted(layers[1:], key=lambda m: not isinstance(m, nn.MaxPool2d))
+    convolution, *pool, activation = layers[0], *sorted(layers[1:], key=lambda m: not isinstance(m, nn.MaxPool2d))
     assert isinstance(convolution, nn.Conv2d)  # noqa: S101 - asked by the caller
     side, padding = convolution.kernel_size[0], convolution.padding
     plain = (
@@ -81,15 +83,21 @@ def _block(layers: list[nn.Module]) -> ConvBlock | None:
         and len(set(padding)) == 1
         and max(convolution.in_channels, convolution.out_channels) <= 128  # one tile has all of them
     )
-    halves = (
-        isinstance(pool, nn.MaxPool2d)
-        and pool.kernel_size in (2, (2, 2))
-        and pool.stride in (2, (2, 2))
-        and pool.padding in (0, (0, 0))
-        and pool.dilation in (1, (1, 1))
-        and not pool.ceil_mode
-    )
     known = {nn.Tanh: (TANH, 0.0), nn.ReLU: (LEAKY, 0.0), nn.Identity: (LINEAR, 0.0)}.get(type(activation))
     if isinstance(activation, nn.LeakyReLU) and activation.negative_slope >= 0:
         known = (LEAKY, activation.negative_slope)
-    return ConvBlock(side, int(padding[0]), *known) if plain and halves and known is not None else None
+    if not plain or known is None or not all(_halves(layer) for layer in pool):
+        return None
+    return ConvBlock(side, int(padding[0]), *known, 2 if pool else 1)
+
+
+def _halves(layer: nn.Module) -> bool:
+    """Return whether a layer is a max-pooling of 2 × 2."""
+    return (
+        isinstance(layer, nn.MaxPool2d)
+        and layer.kernel_size in (2, (2, 2))
+        and layer.stride in (2, (2, 2))
+        and layer.padding in (0, (0, 0))
+        and layer.dilation in (1, (1, 1))
+        and not layer.ceil_mode
+    )

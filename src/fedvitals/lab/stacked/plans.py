@@ -6,6 +6,7 @@
 | mapped | `torch.func.vmap` of the module | whatever vmap supports; any device |
 | dense | batched products, differentiated by hand (`dense.py`) | chains of dense layers; any device |
 | grouped | clients as the groups of a convolution | networks for images, on CUDA |
+| unfolded | convolutions as batched products with the patches of the images | small CNNs without pooling, on CUDA |
 | blocks | convolution, pooling and activation as one kernel (`kernels/cuda/stacked_conv.py`) | small CNNs, on CUDA |
 
 On CUDA the fastest is chosen by measuring (`cuda_round.py`).
@@ -30,6 +31,7 @@ Weights = Mapping[str, Tensor]
 
 CROSS_ENTROPY = CrossEntropy()
 PRECISIONS = ("float32", "tf32", "bfloat16")
+LARGEST_PATCHES = 1 << 30  # numbers of the plan `unfolded`: 4 GB, and as many for their gradient
 
 
 class StackPlan(Protocol):
@@ -133,6 +135,81 @@ class GroupedPlan(AutogradPlan):
         return h
 
 
+class UnfoldedPlan(GroupedPlan):
+    """A convolution as a product of each client's kernel with all patches of its images, written out.
+
+    cuDNN differentiates grouped convolutions slowly; batched products are fast. Where the patches would take more than
+    LARGEST_PATCHES numbers, a network is computed as by the plan `grouped`.
+    """
+
+    name = "unfolded"
+
+    @classmethod
+    def of(cls, module: nn.Module, precision: str) -> UnfoldedPlan | None:
+        """Return the plan for a module whose layers are all direct, and convolutions without groups or dilation."""
+        plan = super().of(module, precision)
+        layers = [*module.children()]
+        convolutions = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
+        plain = all(c.groups == 1 and c.dilation == (1, 1) and not isinstance(c.padding, str) for c in convolutions)
+        direct = all(isinstance(layer, (*_PER_CHANNEL, nn.Conv2d, nn.Flatten, nn.Linear)) for layer in layers)
+        return plan if plain and direct and isinstance(plan, UnfoldedPlan) else None
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        if self._patch_numbers(x) > LARGEST_PATCHES:
+            return super().outputs(weights, x)
+        with autocast(self._half, x):
+            h = x.flatten(0, 1)  # [clients × n, channels, height, width]
+            for name, layer in self._module.named_children():
+                if isinstance(layer, nn.Flatten):  # from here on [clients, n, features]
+                    h = h.reshape(*x.shape[:2], -1)
+                elif isinstance(layer, nn.Linear):
+                    h = dense_layer(weights, name, h)
+                elif isinstance(layer, nn.Conv2d):
+                    h = _product_with_patches(layer, name, weights, h, len(x))
+                else:
+                    h = layer(h)
+        return h
+
+    def _patch_numbers(self, x: Tensor) -> int:
+        """Return an upper bound of the numbers in the patches of the largest convolution."""
+        pixels = x.shape[-1] * x.shape[-2]
+        kernels = (
+            m.in_channels * m.kernel_size[0] * m.kernel_size[1] for m in self._module if isinstance(m, nn.Conv2d)
+        )
+        return x.shape[0] * x.shape[1] * pixels * max(kernels)
+
+
+def _product_with_patches(layer: nn.Conv2d, name: str, weights: Weights, h: Tensor, clients: int) -> Tensor:
+    bias = weights.get(f"{name}.bias")
+    above, beside = int(layer.padding[0]), int(layer.padding[1])
+    h = F.pad(h, (beside, beside, above, above)) if above or beside else h
+    height, width = ((h.shape[2 + i] - layer.kernel_size[i]) // layer.stride[i] + 1 for i in (0, 1))
+    patches: Tensor = _Patches.apply(h, layer.kernel_size, layer.stride, (height, width))  # type: ignore[no-untyped-call]
+    found = weights[f"{name}.weight"].flatten(2)[:, None] @ patches.unflatten(0, (clients, -1))
+    found = found if bias is None else found + bias[:, None, :, None]
+    return found.view(len(h), -1, height, width)
+
+
+class _Patches(torch.autograd.Function):
+    """The patches of images [n, channels, height, width] as [n, channels × kernel, places], like `F.unfold`, which on
+    CUDA takes the images one by one.
+    """
+
+    @staticmethod
+    def forward(context: Any, h: Tensor, kernel: tuple[int, int], stride: tuple[int, int], size: Any) -> Tensor:
+        context.settings = (h.shape[2:], kernel, 1, 0, stride)
+        rows, columns = (
+            [slice(i, i + step * (count - 1) + 1, step) for i in range(side)]
+            for side, step, count in zip(kernel, stride, size, strict=True)
+        )
+        patches = torch.stack([h[:, :, row, column] for row in rows for column in columns], 2)
+        return patches.flatten(3).flatten(1, 2)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return F.fold(gradients[0], *context.settings), None, None, None
+
+
 _PER_CHANNEL = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.GELU, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 
@@ -176,7 +253,9 @@ def available_plans(
     candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":
-        for plan in (_blocks(module, precision), GroupedPlan.of(module, precision)):
+        blocks = _blocks(module, precision)
+        unfolded = None if blocks is not None else UnfoldedPlan.of(module, precision)
+        for plan in (blocks, unfolded, GroupedPlan.of(module, precision)):
             if plan is not None:
                 plan.loss = loss
             candidates.append(plan)

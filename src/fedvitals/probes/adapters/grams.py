@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +21,8 @@ import numpy as np
 from fedvitals.probes.adapters.pairs import AdapterPair
 from fedvitals.stats import Array
 
-WEIGHED_NUMBERS = 1 << 18  # of each client, from which the averaging weights are solved
+TOGETHER = 1 << 24  # numbers of adapters' factors that are multiplied at once: 128 MB
+WEIGHED_NUMBERS = 1 << 17  # of each client, from which the averaging weights are solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,12 @@ class ClientStack:
         a, b = self._step(pair.a, pair.rank, pair.inputs), self._step(pair.b, pair.outputs, pair.rank)
         return a, b.swapaxes(1, 2)
 
+    def steps_of(self, names: Sequence[str]) -> tuple[Any, Any]:
+        """Return the same of several adapters of equal shapes, [adapters, clients, r, in] and [..., r, out]."""
+        own = [self.steps(name) for name in names]
+        library = _library(self._matrix)
+        return library.stack([a for a, _ in own]), library.stack([b for _, b in own])
+
     def _step(self, name: str, rows: int, columns: int) -> Any:
         if name not in self._places:
             library = _library(self._matrix)
@@ -143,54 +151,91 @@ def grams_of(
     stacks: Sequence[ClientStack],
     first: Sequence[FactorPair | None],
 ) -> list[Grams]:
-    """Return the inner products of each named adapter; `first`: factors at the beginning of the run, if they count."""
+    """Return the inner products of each named adapter; `first`: factors at the beginning of the run, if they count.
+
+    Adapters of equal shapes are computed together: on a GPU, starting a small operation takes longer than running it.
+    """
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for place, (name, *models) in enumerate(zip(names, before, after, first, strict=True)):
+        shapes = (None if own is None else (tuple(own.a.shape), tuple(own.b.shape)) for own in models)
+        alike[*shapes, *(stack.rank(name) for stack in stacks)].append(place)
+    batches = [part for places in alike.values() for part in _in_parts(places, before[places[0]], stacks)]
     products: list[Any] = []
-    for name, old, new, beginning in zip(names, before, after, first, strict=True):
-        rows_a, rows_b, moved = [old.a, new.a], [old.b.T, new.b.T], []
-        for stack in stacks:
-            a, b = stack.steps(name)
-            moved += [(a != 0).any(-1) | (b != 0).any(-1)]
-            rows_a.append((a + _grown(old.a, stack.rank(name))).reshape(-1, a.shape[-1]))
-            rows_b.append((b + _grown(old.b.T, stack.rank(name))).reshape(-1, b.shape[-1]))
-        if beginning is not None:
-            rows_a.append(beginning.a)
-            rows_b.append(beginning.b.T)
-        library = _library(old.a)
-        wide_a, wide_b = _double(library.concatenate(rows_a)), _double(library.concatenate(rows_b))
-        products += [wide_b @ wide_b.T, wide_a @ wide_a.T, *moved]
+    for places in batches:
+        old, new, beginning = [before[p] for p in places], [after[p] for p in places], [first[p] for p in places]
+        products += _products([names[p] for p in places], old, new, beginning, stacks)
     on_host, each = _on_host(products), 2 + len(stacks)
-    grams = []
-    for place, (name, old, new, beginning) in enumerate(zip(names, before, after, first, strict=True)):
-        left, right, *moved = on_host[place * each : (place + 1) * each]
-        of_clients = [stack.rank(name) for stack in stacks for _ in range(stack.size)]
-        ranks = (len(old.a), len(new.a), *of_clients, *(() if beginning is None else (len(beginning.a),)))
-        grams.append(Grams(left, right, ranks, *_directions(left, right, moved, len(old.a) + len(new.a))))
-    return grams
+    grams: dict[int, Grams] = {}
+    for number, places in enumerate(batches):
+        lefts, rights, *moves = on_host[number * each : (number + 1) * each]
+        start = len(before[places[0]].a) + len(after[places[0]].a)
+        for row, (place, own) in enumerate(zip(places, _directions(lefts, rights, moves, start), strict=True)):
+            of_global = [len(before[place].a), len(after[place].a)]
+            of_clients = [stack.rank(names[place]) for stack in stacks for _ in range(stack.size)]
+            ranks = (*of_global, *of_clients, *(len(model.a) for model in (first[place],) if model is not None))
+            grams[place] = Grams(lefts[row], rights[row], ranks, *own)
+    return [grams[place] for place in range(len(names))]
+
+
+def _in_parts(places: list[int], like: FactorPair, stacks: Sequence[ClientStack]) -> list[list[int]]:
+    """Return adapters of equal shapes in parts that take at most TOGETHER numbers."""
+    rows = len(like.a) * (3 + sum(stack.size for stack in stacks))
+    most = max(1, TOGETHER // (rows * (like.a.shape[1] + len(like.b))))
+    return [places[first : first + most] for first in range(0, len(places), most)]
+
+
+def _products(
+    names: Sequence[str],
+    before: Sequence[FactorPair],
+    after: Sequence[FactorPair],
+    first: Sequence[FactorPair | None],
+    stacks: Sequence[ClientStack],
+) -> list[Any]:
+    """Return BᵀB and A Aᵀ of adapters of equal shapes, [adapters, K, K], and of each stack of clients which directions
+    moved, [adapters, clients, r].
+    """
+    steps = [stack.steps_of(names) for stack in stacks]
+    moved = [(a != 0).any(-1) | (b != 0).any(-1) for a, b in steps]
+    products, library = [], _library(before[0].a)
+    for side in (1, 0):
+        old, new, *beginning = (
+            library.stack([own.b.T if side else own.a for own in models if own is not None])
+            for models in (before, after, *([] if first[0] is None else [first]))
+        )
+        own_steps = (step[side] for step in steps)
+        clients = [
+            (step + _grown(old, step.shape[2])[:, None]).reshape(len(old), -1, old.shape[2]) for step in own_steps
+        ]
+        wide = _double(library.concatenate([old, new, *clients, *beginning], 1))
+        products.append(wide @ wide.swapaxes(1, 2))
+    return [*products, *moved]
 
 
 def _grown(rows: Any, rank: int) -> Any:
-    """Return the first `rank` directions of the global model; missing ones are zeros."""
-    if rank <= len(rows):
-        return rows[:rank]
+    """Return the first `rank` directions of global models, [adapters, rank, …]; missing ones are zeros."""
+    if rank <= rows.shape[1]:
+        return rows[:, :rank]
     library = _library(rows)
-    return library.concatenate([rows, library.zeros_like(rows[:1])[[0] * (rank - len(rows))]])
+    return library.concatenate([rows, library.zeros_like(rows[:, :1])[:, [0] * (rank - rows.shape[1])]], 1)
 
 
-def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> tuple[tuple[int, ...], int]:
-    """Return how many directions each client has, whose columns begin at `start`, and how many clients changed any.
+def _directions(left: Array, right: Array, moved: Sequence[Array], start: int) -> list[tuple[tuple[int, ...], int]]:
+    """Return of each adapter how many directions each client has, and how many clients changed any.
 
-    moved: which directions differ from what a client was sent, by stack, [clients, r]. A client that changed nothing at
-    all has what it was sent.
+    start: the first column of the clients. moved: which directions differ from what a client was sent, by stack,
+    [adapters, clients, r]. A client that changed nothing at all has what it was sent.
     """
-    there, held, count_moved = (np.diag(left) > 0) | (np.diag(right) > 0), list[int](), 0
+    there = (np.diagonal(left, axis1=1, axis2=2) > 0) | (np.diagonal(right, axis1=1, axis2=2) > 0)
+    held, changed = [], np.zeros(len(left), int)
     for own in moved:
-        count, rank = own.shape
-        exists = there[start : start + count * rank].reshape(count, rank)
-        has = exists & ((own != 0) | (own == 0).all(1, keepdims=True))
-        held += np.where(has.any(1), rank - has[:, ::-1].argmax(1), 0).tolist()
-        count_moved += int((exists & (own != 0)).any(1).sum())
+        _, count, rank = own.shape
+        exists = there[:, start : start + count * rank].reshape(own.shape)
+        has = exists & ((own != 0) | (own == 0).all(2, keepdims=True))
+        held.append(np.where(has.any(2), rank - has[:, :, ::-1].argmax(2), 0))
+        changed += (exists & (own != 0)).any(2).sum(1)
         start += count * rank
-    return tuple(held), count_moved
+    rows = np.concatenate(held, 1).tolist()
+    return [(tuple(row), count) for row, count in zip(rows, changed.tolist(), strict=True)]
 
 
 def step_products(
@@ -206,19 +251,22 @@ def step_products(
     numbers. The second number is the largest square that rounding can add to the server's step, which matters in half
     precision.
     """
-    totals: list[Any] = []
-    rounded: list[Any] = []
-    count = 0
+    steps: list[list[Any]] = [[] for _ in stacks]
+    old_rows: list[Any] = []
+    new_rows: list[Any] = []
+    count, rounding = 0, 0.0
     for name, old, new, rank in zip(names, before, after, shared, strict=True):
         if count > WEIGHED_NUMBERS:
             break
-        steps = [stack.steps(name) for stack in stacks]
-        for side, target, stored in ((0, new.a - old.a, new.a), (1, new.b.T - old.b.T, new.b.T)):
-            rows = [own[side][:, :rank].reshape(len(own[side]), -1) for own in steps]
-            wide = _double(_library(target).concatenate([*rows, target[:rank].reshape(1, -1)]))
-            totals.append(wide @ wide.T)
-            moves = (totals[-1].diagonal() > 0).any()  # a frozen factor is not rounded
-            rounded.append(((new.rounding * stored[:rank]) ** 2).sum() * moves)
-            count += wide.shape[1]
-    products, squares = _on_host([sum(totals[1:], totals[0]), sum(rounded[1:], rounded[0])])
+        for own, stack in zip(steps, stacks, strict=True):
+            own += [step[:, :rank].reshape(stack.size, -1) for step in stack.steps(name)]
+        old_rows += [old.a[:rank].reshape(-1), old.b.T[:rank].reshape(-1)]
+        new_rows += [new.a[:rank].reshape(-1), new.b.T[:rank].reshape(-1)]
+        count, rounding = sum(len(rows) for rows in new_rows), max(rounding, new.rounding)
+    library = _library(new_rows[0])
+    stored = library.concatenate(new_rows)
+    clients = [library.concatenate(own, 1) for own in steps]
+    wide = _double(library.concatenate([*clients, (stored - library.concatenate(old_rows))[None]]))
+    rounded = (_double(stored) * rounding) ** 2 * (wide != 0).any(0)  # what nobody changes is not rounded
+    products, squares = _on_host([wide @ wide.T, rounded.sum()])
     return products, float(squares)

@@ -299,7 +299,7 @@ def _differ(start: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     if start.keys() != new.keys():
         return True
     old, now = local(_joined(start)), local(_joined(new))
-    return not (old.shape == now.shape and float(((now - old) ** 2).sum()) <= ROUNDED**2 * float((old**2).sum()))
+    return old.shape != now.shape or not bool(((now - old) ** 2).sum() <= ROUNDED**2 * (old**2).sum())
 
 
 def _joined(samples: Mapping[str, Any]) -> Any:

@@ -60,6 +60,7 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self.seconds, self._clock = 0.0, clock
+        self.by_name: dict[str, float] = {}  # of all functions, over everything that was timed
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
@@ -68,7 +69,9 @@ class Stopwatch:
             try:
                 return call(*arguments, **named)
             finally:
-                self.seconds += self._clock() - began
+                took = self._clock() - began
+                self.seconds += took
+                self.by_name[call.__qualname__] = self.by_name.get(call.__qualname__, 0.0) + took
 
         return timed
 
@@ -186,12 +189,13 @@ class LargeCosts:
 
     rounds: dict[str, list[float]]
     signs: list[float]
+    by_name: dict[str, float]  # seconds by function, over all rounds
 
 
 def large_costs(model: GPT, size: Size, device: str, minutes: float) -> LargeCosts:
     """Train rounds with the signs, without them and, every fourth time, unwatched, in turns, for `minutes`."""
     loop, watch = Loop(model, size, device, autocast=device == "cuda"), Stopwatch(time.perf_counter)
-    costs = LargeCosts({"unwatched": [], "without": [], "with": []}, [])
+    costs = LargeCosts({"unwatched": [], "without": [], "with": []}, [], watch.by_name)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         files = [Path(folder, f"{name}.db") for name in ("without", "with")]
         plain, whole = (stack.enter_context(Monitor(file, strict=True)) for file in files)
@@ -246,6 +250,8 @@ def main() -> None:
     rounds, pairs = costs.rounds, len(costs.signs)
     sys.stdout.write(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M, {shape}, {pairs} pairs of rounds, ")
     sys.stdout.write(f"unwatched {np.median(rounds['unwatched']):.3f} s, signs {1e3 * np.mean(costs.signs):.1f} ms\n")
+    for name, total in sorted(costs.by_name.items(), key=lambda entry: -entry[1]):
+        sys.stdout.write(f"  {name}: {1e3 * total / pairs:.2f} ms a round\n")
     own = share_of(costs.signs, rounds["without"])
     sys.stdout.write(_written("signs' own time on the host, of a round without them", *own, BARS["large"]))
     ratio = percent_over(rounds["with"], rounds["without"])

@@ -28,7 +28,7 @@ import fedvitals_studies
 from fedvitals.errors import ConfigError
 from fedvitals_studies.packs.commit import commit
 
-PART_BYTES = 48 << 20  # of the 64 MiB that one call transfers, including a repository of some 10 MB
+PART_BYTES = 24 << 20  # of the 64 MiB that one call transfers, including a repository of some 30 MB
 PLATFORM = "manylinux2014_x86_64"
 WHEELS = ("msgspec", "tomli_w")  # all that a trial imports besides the standard library, torch, Triton and numpy
 

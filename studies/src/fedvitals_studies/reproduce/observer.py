@@ -221,9 +221,10 @@ class Watch(NullObserver):
         """Record what the last step changed: weights after minus before, signed and absolute."""
         assert open_.last is not None  # noqa: S101 - checked by the caller
         now = open_.model.matrix.detach()
-        change = (now - open_.last).double()
+        change = torch.sub(now, open_.last, out=open_.last)
+        sizes = torch.linalg.vector_norm(change, 1, dim=1, dtype=torch.float64)
+        open_.changes.append(torch.stack([change.sum(1, dtype=torch.float64), sizes]))
         open_.last.copy_(now)
-        open_.changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
 
     def _whole_gradient(self, open_: _Open) -> Tensor:
         """Return nine sums of each client's gradient over its whole set, [clients, layers, 9]."""
@@ -245,7 +246,7 @@ class Watch(NullObserver):
         """
         for group, (x, y) in open_.tests.items():
             members = open_.members[group].nonzero().flatten()
-            states = open_.stack.states.index_select(0, members).double().mean(0, keepdim=True)
+            states = open_.stack.states.index_select(0, members).mean(0, keepdim=True, dtype=torch.float64)
             model = open_.model.with_states(states.to(open_.stack.states.dtype))
             weights = {name: tensor[0] for name, tensor in model.tensors(slice(0, 1)).items()}
             with evaluation_mode(model.module), torch.backends.cudnn.flags(enabled=True, allow_tf32=True):

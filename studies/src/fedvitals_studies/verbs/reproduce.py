@@ -37,7 +37,7 @@ ENTRY = "fedvitals_studies.reproduce.piece:main"  # what a pack's run.py calls
     help="Begin no run that would not fit into so many minutes.",
 )
 @click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
-@click.option("--part", default=48, metavar="MIB", help="With --pack: the most that a folder of data may have.")
+@click.option("--part", default=24, metavar="MIB", help="With --pack: the most that a folder of data may have.")
 @click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
 @click.option(
