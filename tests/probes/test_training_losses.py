@@ -476,7 +476,7 @@ def test_outputs_are_kept_while_the_training_lasts_and_no_longer():
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("place", ["_batch_size", "_first_tensor", "_rows", "judge_gradients"])
+@pytest.mark.parametrize("place", ["batch_size", "first_tensor", "rows_of", "judge_gradients"])
 def test_our_own_errors_do_not_reach_the_training(monkeypatch, place):
     def fail(*_arguments, **_named):
         raise RuntimeError("ours")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,13 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from fedvitals.catalog import CATALOG
-from fedvitals.errors import ConfigError, UnsuitedError
+from fedvitals.errors import UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers, hook_passes, trained_part
-from fedvitals.probes import samples
+from fedvitals.model_hooks import Hook, can_be_hooked, hook_passes, trained_part
 from fedvitals.probes.class_losses import (
     ClassSums,
     ClassTotals,
@@ -42,7 +39,17 @@ from fedvitals.probes.class_losses import (
     last_quota,
     text_rows,
 )
-from fedvitals.probes.differentiate import logits_of
+from fedvitals.probes.forward_passes import (
+    Batch,
+    batch_size,
+    first_tensor,
+    is_captured,
+    logits_among,
+    obstacle_of,
+    pass_length,
+    reference_to,
+    rows_of,
+)
 from fedvitals.probes.residuals import ResidualSums, regression_targets, residual_metrics
 from fedvitals.probes.token_counts import is_vocabulary, tokens_among
 from fedvitals.probes.view import View
@@ -66,7 +73,6 @@ NOT_SEEN = (
 
 
 _Span = tuple[int, int, int]  # of an output: the number of its first sample, its samples, its rows
-_Batch = tuple[weakref.ref[Tensor], int]  # the first input of a forward pass, and its version
 
 
 class _Output:
@@ -74,7 +80,7 @@ class _Output:
 
     __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "text_rows", "texts", "version")
 
-    def __init__(self, logits: Tensor, stride: int, samples: int, batch: _Batch | None, texts: int) -> None:
+    def __init__(self, logits: Tensor, stride: int, samples: int, batch: Batch | None, texts: int) -> None:
         """`stride`: every so many rows of the output are looked at. `samples`, `texts`: in the batch; 0: not texts."""
         self.logits: Tensor | None = logits
         self.batch = batch
@@ -122,7 +128,7 @@ class TrainingLosses:
         self.batch: int | None = None  # samples in the first forward pass of the training
         self._model, self._failed = type(view.model), failed
         self._reason: str | None = None
-        self._total = _pass_length(view.data)  # samples in a pass; None: unknown
+        self._total = pass_length(view.data)  # samples in a pass; None: unknown
         self._quota = 0 if self._total is None else last_quota(self._total)
         self._samples = 0  # that the training has seen so far
         self._awaited: list[_Output] = []  # outputs whose backward pass has not happened yet
@@ -135,7 +141,7 @@ class TrainingLosses:
         self._trained = trained_part(view.model)
         self._vocabularies: dict[int, bool] = {}  # by numbers of outputs: whether they are over the model's tokens
         self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
-        self._counted: _Batch | None = None  # the batch whose samples were counted last
+        self._counted: Batch | None = None  # the batch whose samples were counted last
         self._handles: list[Any] = []
         if can_be_hooked(view.model):
             self._handles = hook_passes(view.model, Hook(self._on_forward, self._broken))
@@ -186,10 +192,10 @@ class TrainingLosses:
         if not module.training or not torch.is_grad_enabled() or self._reason is not None:
             return
         began = time.perf_counter()
-        logits = _logits_among(output)
-        own_input = _first_tensor(arguments, named)
-        batch = _batch_size(logits, own_input)
-        source = None if own_input is None else _reference(own_input)
+        logits = logits_among(output)
+        own_input = first_tensor(arguments, named)
+        batch = batch_size(logits, own_input)
+        source = None if own_input is None else reference_to(own_input)
         # Whether a sample of it may belong to the first pass, or to the end of any.
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
@@ -199,22 +205,22 @@ class TrainingLosses:
             self._samples, self._counted = now + batch, source
         self.seconds += time.perf_counter() - began
 
-    def _is_counted(self, source: _Batch | None, batch: int) -> bool:
+    def _is_counted(self, source: Batch | None, batch: int) -> bool:
         """Return whether these are the samples that were counted last; a batch of all samples is a pass of its own."""
         before, total = self._counted, self._total
         if source is None or before is None or total is None or batch >= total:
             return False
         return before[1] == source[1] and before[0]() is source[0]() is not None
 
-    def _await_gradient(self, logits: Any, batch: int, source: _Batch | None, tokens: Tensor | None) -> None:
-        obstacle = _obstacle(logits)
+    def _await_gradient(self, logits: Any, batch: int, source: Batch | None, tokens: Tensor | None) -> None:
+        obstacle = obstacle_of(logits)
         if obstacle is not None:
             self._refuse(obstacle)
             return
         node, numbers, stride = logits.grad_fn, logits.numel(), 1
-        if node is None or not numbers or _is_captured(logits):
+        if node is None or not numbers or is_captured(logits):
             return
-        rows = _rows(logits)
+        rows = rows_of(logits)
         texts = 0 if tokens is None or len(rows) % len(tokens) or not self._are_tokens(rows.shape[1]) else len(tokens)
         if numbers > MOST_NUMBERS:
             stride = -(-numbers // MOST_NUMBERS)
@@ -260,7 +266,7 @@ class TrainingLosses:
             output.logits = None
             return
         self._counted = output.batch
-        output.first, rows = self._samples, _rows(gradient)
+        output.first, rows = self._samples, rows_of(gradient)
         self._samples += output.samples
         if output.texts:
             targets = rows.amax(1) > rows.amin(1)  # one of these alone may underflow; two reductions are the fastest
@@ -357,82 +363,8 @@ def _rows_before(spans: Sequence[_Span], place: int) -> int:
     return count
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Return [rows, classes] of an output or its gradient, without its graph."""
-    own = tensor.detach()
-    if own.dim() == 2:
-        return own
-    if own.dim() > 3:  # [samples, classes, height, width], as torch has it
-        own = own.movedim(1, -1)
-    return own[:, None] if own.dim() == 1 else own.flatten(0, -2)
-
-
 def _as_two_classes(outputs: Tensor, gradients: Tensor, *, sigmoid: bool) -> tuple[Tensor, Tensor]:
     """Return logits and gradients [rows, 2] of outputs [rows, 1]: logits of the second class, or its probabilities."""
     if sigmoid:
         outputs, gradients = outputs.logit(), gradients * outputs * (1 - outputs)
     return torch.cat([torch.zeros_like(outputs), outputs], 1), torch.cat([-gradients, gradients], 1)
-
-
-def _logits_among(output: Any) -> Any:
-    """Return the tensor of logits in a model's output: it itself, the one of that name, the first with rows."""
-    if type(output) is Tensor:
-        return output
-    logits = logits_of(output)
-    if logits is not output or not isinstance(output, tuple | list | Mapping):
-        return logits
-    parts = output.values() if isinstance(output, Mapping) else output
-    return next((part for part in parts if _has_rows(part)), output)
-
-
-def _has_rows(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dim() > 1 and part.is_floating_point() and part.requires_grad
-
-
-def _first_tensor(arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-    """Return the first input of a forward pass that has samples."""
-    for part in (*arguments, *named.values()) if named else arguments:
-        if isinstance(part, Tensor) and part.dim():
-            return part
-    return None
-
-
-def _obstacle(logits: Any) -> str | None:
-    """Return why an output cannot be measured; None if it can."""
-    if not isinstance(logits, Tensor):
-        returned = f"a {type(logits).__name__}"
-    elif type(logits) is not Tensor or not holds_numbers(logits):
-        returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
-    elif logits.dim() and logits.is_floating_point():
-        return None
-    else:
-        returned = f"a tensor of shape {tuple(logits.shape)}"
-    return f"they need outputs [samples, classes] or [samples, steps, classes], and this model returns {returned}."
-
-
-def _is_captured(logits: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, whose tensors must not be kept."""
-    return logits.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _reference(own_input: Tensor) -> _Batch | None:
-    """Return by what a batch is known again; None of tensors without a version."""
-    return None if own_input.is_inference() else (weakref.ref(own_input), own_input._version)  # noqa: SLF001
-
-
-def _batch_size(logits: Any, own_input: Tensor | None) -> int:
-    """Return the samples in a batch: the length of the first input, else of the output."""
-    if own_input is not None:
-        return max(1, len(own_input))
-    return max(1, len(logits)) if isinstance(logits, Tensor) and logits.dim() else 1
-
-
-def _pass_length(data: Any) -> int | None:
-    """Return the number of samples in one pass over the data; None if unknown."""
-    try:
-        total = 0 if data is None else samples.size(data)
-    except ConfigError:
-        return None  # reported by `fit`
-    if isinstance(data, DataLoader) and data.drop_last and data.batch_size:
-        total -= total % data.batch_size
-    return total or None
