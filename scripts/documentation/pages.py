@@ -13,7 +13,17 @@ from fedvitals.catalog import LEVELS, MEASURES
 from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
 from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
 from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
-from fedvitals.stats import ADAPTERS, CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
+from fedvitals.stats import (
+    ADAPTERS,
+    CLASS_STATISTICS,
+    DERIVED,
+    FAMILIES,
+    FEWEST_IN_BAND,
+    LENGTH_ROWS,
+    PEERS,
+    TOKEN_ROWS,
+    group_names,
+)
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
@@ -31,6 +41,15 @@ CLASSES = (
     "`training.classes`: a row for each class (a column of the outputs; at most 100), over a client's first pass over "
     "its samples: samples of that label, the sum of their losses, of the squares of these, right guesses, and how "
     "often the class was guessed. From these derive: {statistics}."
+)
+TEXTS = (
+    "`training.tokens` and `training.lengths`: the same for a language model, whose outputs are over the tokens of its "
+    "own vocabulary. `samples` are targets: tokens that the training predicts; ignored ones, such as padding, do not "
+    "count. A row of the first is a band of the vocabulary's numbers: {tokens}. Most tokenisers number tokens by how "
+    "common they are, so that the first bands are of common tokens. A row of the second holds the targets of texts "
+    "that have so many of them: {lengths}; `texts` is their number. A row of a batch is a text. The bands are the same "
+    "for all clients. Bands of fewer than {fewest} targets or texts are left out. Of outputs of more than 1,048,576 "
+    "numbers, evenly spread rows are looked at, and `samples` are these."
 )
 
 
@@ -78,6 +97,12 @@ def metrics_page() -> str:
         *(f"- {column}: {meaning}." for column, meaning in ADAPTERS.items()),
         "",
         CLASSES.format(statistics=", ".join(CLASS_STATISTICS)),
+        "",
+        TEXTS.format(
+            tokens="; ".join(group_names(TOKEN_ROWS, 0)),
+            lengths="; ".join(group_names(LENGTH_ROWS, 0)),
+            fewest=FEWEST_IN_BAND,
+        ),
         "",
         "## Privacy",
         "",

@@ -18,7 +18,7 @@ from typing import Any
 from fedvitals import html_display as html
 from fedvitals.certainty import certainty
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, derive, merge
+from fedvitals.stats import FAMILIES, Array, derive, group_names, merge
 
 Json = Mapping[str, Any]
 AnyName = object
@@ -152,7 +152,7 @@ class Layer:
 class LayerTable:
     """The layers that the rows of a LayerStats matrix represent, identified by its digest."""
 
-    rows: str  # "parameter", "buffer", "module", "model" (one row, for all weights together) or "class"
+    rows: str  # "parameter", "buffer", "module", "model" (one row, for all weights together) or one of GROUP_ROWS
     layers: tuple[Layer, ...]
     digest: str = ""
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)  # of the layers, in order
@@ -164,9 +164,9 @@ class LayerTable:
 
 
 @functools.lru_cache(maxsize=16)
-def class_table(classes: int) -> LayerTable:
-    """Return the table of a family whose rows are the classes 0 … classes − 1, named by their numbers."""
-    return LayerTable(CLASS_ROWS, tuple(Layer(str(label), (), "") for label in range(classes)))
+def group_table(rows: str, count: int) -> LayerTable:
+    """Return the table of a family whose rows are classes, named by their numbers, or bands of ids or of lengths."""
+    return LayerTable(rows, tuple(Layer(name, (), "") for name in group_names(rows, count)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ STEP_COLUMNS = (
 HEALTH_COLUMNS = ("units", "dead", "saturated", "sign_diverse")
 CLASS_COLUMNS = ("samples", "loss", "loss_squares", "right", "guessed")
 MOST_CLASSES = 100  # with a row each in `training.classes`; a task with more has no such table
+TOKEN_COLUMNS = CLASS_COLUMNS[:4]  # "samples" are targets: tokens that the training predicts
+LENGTH_COLUMNS = (*TOKEN_COLUMNS, "texts")
 ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
 PEER_COLUMNS = (
     "cosine",
@@ -94,6 +96,13 @@ ADAPTERS = {
 DIRECTIONS = 16  # singular directions recorded of an adapter
 
 CLASS_ROWS = "class"  # the kind of a table whose rows are classes rather than layers of a model
+TOKEN_ROWS, LENGTH_ROWS = "token", "length"  # whose rows are bands of a vocabulary's ids, and of lengths of texts
+GROUP_ROWS = (CLASS_ROWS, TOKEN_ROWS, LENGTH_ROWS)
+# Each band begins at a bound and ends before the next; the first begins at 0. They are the same for all clients.
+TOKEN_BOUNDS = tuple(4**k for k in range(2, 9))  # ids: 16 … 65,536
+LENGTH_BOUNDS = tuple(2**k for k in range(4, 16))  # targets of a text: 16 … 32,768
+FEWEST_IN_BAND = 4  # targets, and texts; a mean of fewer would reveal single ones
+COMMON_TOKENS, LONG_TEXT = 4**5, 2**7  # the bounds between common and rare tokens, and between short and long texts
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64
@@ -138,7 +147,7 @@ class Family:
     """The meaning of the columns of a layer matrix, the table its rows belong to, and how two of them merge."""
 
     columns: tuple[str, ...]
-    rows: str  # "parameter", "buffer", "module", "model" (a single row), "adapter" or "class": which layer table
+    rows: str  # which layer table: "parameter", "buffer", "module", "model" (a single row), "adapter", or a group
     merge: Callable[[Array], Array] | None  # None for a ratio, which cannot be merged
     level: int = 3  # privacy level from which it may leave a client
 
@@ -158,7 +167,19 @@ FAMILIES: dict[str, Family] = {
     "activation": Family(STATISTICS, "module", merge_sums),
     "activation.health": Family(HEALTH_COLUMNS, "module", merge_counts),
     "training.classes": Family(CLASS_COLUMNS, CLASS_ROWS, merge_counts),
+    "training.tokens": Family(TOKEN_COLUMNS, TOKEN_ROWS, merge_counts),
+    "training.lengths": Family(LENGTH_COLUMNS, LENGTH_ROWS, merge_counts),
 }
+
+
+def group_names(rows: str, count: int) -> tuple[str, ...]:
+    """Return the names of the rows of a table of classes or bands."""
+    bounds = {TOKEN_ROWS: TOKEN_BOUNDS, LENGTH_ROWS: LENGTH_BOUNDS}.get(rows)
+    if bounds is None:
+        return tuple(map(str, range(count)))
+    first = 0 if rows == TOKEN_ROWS else 1
+    inner = (f"{low:,}–{high - 1:,}" for low, high in zip((first, *bounds), bounds, strict=False))
+    return (*inner, f"{bounds[-1]:,} and more")
 
 
 def empty_sums(*shape: int) -> Array:
@@ -221,7 +242,7 @@ def _class_loss_std(m: Array) -> Array:
     return np.sqrt(np.maximum(variance, 0))
 
 
-# The same for `training.classes`; NaN means that the class has no samples.
+# The same for `training.classes` and its like; NaN means that the class or band has no samples.
 CLASS_STATISTICS: dict[str, Callable[[Array], Array]] = {
     "loss_mean": lambda m: _over(m[..., 1], m[..., 0]),
     "loss_std": _class_loss_std,
@@ -238,7 +259,7 @@ def statistics_of(family: str) -> tuple[str, ...]:
         return (*columns, "norm_mean")
     if columns is HEALTH_COLUMNS:
         return (*columns, "dead_fraction", "saturated_fraction", "sign_diversity")
-    if columns is CLASS_COLUMNS:
+    if FAMILIES[family].rows in GROUP_ROWS:
         return (*columns, *CLASS_STATISTICS)
     return columns
 
@@ -255,7 +276,7 @@ def derive(family: str, matrix: Any, statistic: str) -> Array:
     fraction = {"dead_fraction": 1, "saturated_fraction": 2, "sign_diversity": 3}.get(statistic)
     if columns is HEALTH_COLUMNS and fraction is not None:
         return _over(matrix[..., fraction], matrix[..., 0])
-    if columns is CLASS_COLUMNS and statistic in CLASS_STATISTICS:
+    if FAMILIES[family].rows in GROUP_ROWS and statistic in CLASS_STATISTICS:
         return CLASS_STATISTICS[statistic](matrix)
     known = ", ".join(statistics_of(family))
     raise ValueError(f"Unknown statistic '{statistic}' of family '{family}'. Known: {known}.")

@@ -20,6 +20,10 @@ class Measure:
 LABELLED = "`data` that yields (x, y), and `loss`"
 LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squared target units for a squared error
 _CROSS_ENTROPY = "a classifier that trains by cross-entropy on one label per sample; `standard` or `deep`"
+_LARGE_VOCABULARY = (
+    "a language model of more than 1,024 tokens that trains by cross-entropy, and 4 such targets; `standard` or `deep`"
+)
+_TEXT_LOSS = "a language model that trains by cross-entropy, and 4 such texts; `standard` or `deep`"
 _SQUARED_ERROR = "a regression that trains by a squared error, and `data` of two tensors; `standard` or `deep`"
 _OPTIMIZER = "a model that an optimiser of torch trains"
 
@@ -109,6 +113,40 @@ TRAINING_MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure("train.confused_guess", "class", "What the model takes it for.", level=3, needs=_CROSS_ENTROPY, rare=True),
+    Measure(
+        "train.loss_common",
+        "nats",
+        "Mean cross-entropy of the first pass's targets that are common tokens: the vocabulary's first 1,024. Most "
+        "tokenisers number tokens by how common they are.",
+        "mean of −log p_y over targets y < 1,024",
+        needs=_LARGE_VOCABULARY,
+        rare=True,
+    ),
+    Measure(
+        "train.loss_rare",
+        "nats",
+        "Mean cross-entropy of the first pass's other targets, which are rarer tokens.",
+        "mean of −log p_y over targets y ≥ 1,024",
+        needs=_LARGE_VOCABULARY,
+        rare=True,
+    ),
+    Measure(
+        "train.loss_short",
+        "nats",
+        "Mean cross-entropy of the first pass's targets in texts with fewer than 128 of them. A row of a batch is a "
+        "text; ignored targets, such as padding, do not count.",
+        "mean of −log p_y over targets of such texts",
+        needs=_TEXT_LOSS,
+        rare=True,
+    ),
+    Measure(
+        "train.loss_long",
+        "nats",
+        "Mean cross-entropy of the first pass's targets in longer texts.",
+        "mean of −log p_y over targets of texts with 128 or more",
+        needs=_TEXT_LOSS,
+        rare=True,
+    ),
     Measure(
         "train.residual_mean",
         "1",

@@ -52,7 +52,7 @@ def test_labels_and_gradients_tell_the_same():
             assert judged.labels.tolist() == y.tolist()
             totals = ClassTotals(7, logits.device)
             totals.add_first(judged)
-            sums.append(ClassSums(totals, totals.numbers.numpy()).table)
+            sums.append(ClassSums(totals, totals.numbers.numpy()).tables["training.classes"])
         np.testing.assert_allclose(sums[0], sums[1], rtol=1e-6)
 
 

@@ -259,7 +259,7 @@ def check_same(alone, of_ranks, kind, clip=None):
 @pytest.mark.thorough
 def test_tokens_are_those_of_all_processes(ranks):
     alone, together = texts_read(language_model()), ranks["texts", 0]
-    for name in ("tokens", "tokens.length", "perplexity.before"):
+    for name in ("tokens", "tokens.length", "perplexity.before", "train.loss_short"):
         assert together[name] == pytest.approx(alone[name], rel=TOLERANCE), name
     assert together["tokens"] == 3 * BATCH * 6
 

@@ -471,12 +471,12 @@ def test_outputs_are_kept_while_the_training_lasts_and_no_longer():
         optimizer.step()
     assert len(losses._awaited) == 0
     measured = losses.stop(60)
-    assert measured.results(measured.numbers.numpy())[1][:, 0].sum() == 48
+    assert measured.results(measured.numbers.numpy())[1]["training.classes"][:, 0].sum() == 48
     assert not losses._waiting
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("place", ["_batch_size", "_first_tensor", "_rows", "judge_gradients"])
+@pytest.mark.parametrize("place", ["batch_size", "first_tensor", "rows_of", "judge_gradients"])
 def test_our_own_errors_do_not_reach_the_training(monkeypatch, place):
     def fail(*_arguments, **_named):
         raise RuntimeError("ours")

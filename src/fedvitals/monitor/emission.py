@@ -12,9 +12,9 @@ from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Key, Results, measurements_of
-from fedvitals.records import LayerTable, Record, class_table
+from fedvitals.records import LayerTable, Record, group_table
 from fedvitals.scope import Scope
-from fedvitals.stats import CLASS_ROWS, FAMILIES
+from fedvitals.stats import FAMILIES, GROUP_ROWS
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.recorder import ScopeRecorder
 from fedvitals.transport.sink_writer import SinkWriter
@@ -77,9 +77,7 @@ class Emission:
                 batches[-1].append((key, results))
             else:  # a sum over clients, which the privacy policy checks separately
                 batches += [(key, results)], []
-        self._describe_classes(
-            {len(matrix) for _, own in rows for family, matrix, _ in own.matrices if _is_by_class(family)}
-        )
+        self._describe_groups({(family, len(matrix)) for _, own in rows for family, matrix, _ in own.matrices})
         now, table_of = time.time(), self._context.table_of
         tables = [measurements_of(scope.run, scope.round, now, batch, table_of) for batch in batches]
         # Nothing below this line fails: either everything is emitted or nothing is.
@@ -96,7 +94,7 @@ class Emission:
 
     def columns(self, scope: Scope, columns: NodeColumns, without: Collection[int] = ()) -> Measurements:
         """Emit what was measured for many nodes in a round, except the rows in `without`; returns what was emitted."""
-        self._describe_classes(columns.layer_counts(_is_by_class))
+        self._describe_groups(columns.layer_counts())
         table = columns.measurements(scope.run, scope.round, time.time(), self._context.table_of, without)
         if len(table):
             self.emit(table)
@@ -106,10 +104,15 @@ class Emission:
                 self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
         return table
 
-    def _describe_classes(self, counts: Collection[int]) -> None:
-        """Record class tables of these sizes; the number of classes is known only from the outputs seen in training."""
-        for classes in counts:
-            self.layer_tables({CLASS_ROWS: class_table(classes)})
+    def _describe_groups(self, counts: Collection[tuple[str, int]]) -> None:
+        """Record the tables of families by class or band, given with their numbers of rows.
+
+        The number of classes is known only from the outputs seen in training.
+        """
+        for family, count in counts:
+            rows = FAMILIES[family].rows
+            if rows in GROUP_ROWS:
+                self.layer_tables({rows: group_table(rows, count)})
 
     def layer_tables(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
         """Record layer tables the first time they are seen.
@@ -127,7 +130,3 @@ class Emission:
     def flush(self, timeout: float, *, own: bool = False) -> bool:
         """Wait until everything is written. `own`: only by the store and the detectors, not by the user's sinks."""
         return self.writer is None or self.writer.flush(timeout, own=own)
-
-
-def _is_by_class(family: str) -> bool:
-    return FAMILIES[family].rows == CLASS_ROWS

@@ -130,7 +130,8 @@ def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
 
 
 SIGNS = (
-    "fit.loss_before", "fit.accuracy_before", "loss", "update.norm", "update.cosine_mean", "gradient.norm",
+    "fit.loss_before", "fit.accuracy_before", "loss", "train.loss_common", "train.loss_rare", "train.loss_short",
+    "train.loss_long", "update.norm", "update.cosine_mean", "gradient.norm",
     "scale.gsc", "time.client",
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,9 @@ class NodeColumns:
             values |= zip(rows.tolist(), column.values[rows].tolist(), strict=True)
         return values
 
-    def layer_counts(self, wanted: Callable[[str], bool]) -> set[int]:
-        """Return the numbers of rows of the matrices of the wanted families."""
-        return {part.values.shape[1] for part in self._matrices if wanted(part.family)}
+    def layer_counts(self) -> set[tuple[str, int]]:
+        """Return the families of the matrices, each with its number of rows."""
+        return {(part.family, part.values.shape[1]) for part in self._matrices}
 
     def use_tables(self, tables: Mapping[str, str]) -> None:
         """Set the layer tables of all matrices, as in `Results`."""

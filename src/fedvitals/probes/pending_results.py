@@ -29,9 +29,9 @@ from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.token_counts import CountedTokens
 from fedvitals.probes.training_losses import MeasuredLosses
 from fedvitals.probes.weights import movement, whole_model
-from fedvitals.records import class_table
+from fedvitals.records import group_table
 from fedvitals.schedule import at_exit, budget
-from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, merge
+from fedvitals.stats import FAMILIES, Array, merge
 
 Report = Callable[[Exception, str], None]
 Rows = list[list[tuple[int, Mapping[str, Any]]]]  # for each probe: the steps, and the measurements at each
@@ -197,14 +197,15 @@ class PendingResults:
         if losses is None:
             return
         try:
-            metrics, table = losses.results(on_host.get(id(losses.numbers)))
+            metrics, matrices = losses.results(on_host.get(id(losses.numbers)))
         except UnsuitedError:
             self._instruments.unsuited_losses.add((self._node, losses.model))
             raise
         self.results.take(metrics)
-        if table is not None:
-            self.results.matrices.append(("training.classes", table, None))
-            self.results.tables = {**self.results.tables, CLASS_ROWS: class_table(len(table)).digest}
+        for family, matrix in matrices.items():
+            rows = FAMILIES[family].rows
+            self.results.matrices.append((family, matrix, None))
+            self.results.tables = {**self.results.tables, rows: group_table(rows, len(matrix)).digest}
 
     def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
         """Merge a probe's measurements of single steps into one client-round."""

@@ -107,10 +107,8 @@ class TokenCounts:
     def _count(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        tokens = named.get("input_ids")
+        tokens = tokens_among(arguments, named)
         if tokens is None:
-            tokens = next((part for part in (*arguments, *named.values()) if _is_tokens(part)), None)
-        if tokens is None or not _is_tokens(tokens):
             return
         logits = logits_of(output)
         if isinstance(logits, Tensor) and logits.dim() > 1:
@@ -164,18 +162,11 @@ class TokenCounts:
         counts = [self._texts, self._positions, self._tokens, full, 1, *losses]
         device = next((count.device for count in counts if isinstance(count, Tensor)), None)
         numbers: Tensor | Array = np.array(counts, np.float64) if device is None else _stacked(counts, device)
-        predicted = self._is_vocabulary(self._classes) if self._classes else bool(self._passes)
+        predicted = is_vocabulary(self._model, self._classes) if self._classes else bool(self._passes)
         return CountedTokens(numbers, seconds, self._masked, predicted, self._token_cost())
 
-    def _is_vocabulary(self, classes: int) -> bool:
-        """Return whether the model knows so many tokens: as its configuration says, else an embedding's rows."""
-        size = self._setting("vocab_size")
-        tables = (module for module in self._model.modules() if isinstance(module, nn.Embedding))
-        return size == classes if isinstance(size, int) else any(t.num_embeddings == classes for t in tables)
-
     def _setting(self, name: str) -> Any:
-        """Return what the model's configuration says; None where it does not."""
-        return getattr(getattr(self._model, "config", None), name, None)
+        return _setting(self._model, name)
 
     def _token_cost(self) -> float:
         """Return the share of a device's peak that one token a second takes; 0 where the peak is not known, or not all
@@ -239,6 +230,26 @@ def _follows_a_prompt(output: Any, labels: Tensor) -> bool:
     """Return whether there are outputs before the first token, as of a prompt that trains: it is a target as well."""
     logits = logits_of(output)
     return isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > labels.shape[1]
+
+
+def is_vocabulary(model: nn.Module, classes: int) -> bool:
+    """Return whether a model knows so many tokens: as its configuration says, else an embedding's rows."""
+    size = _setting(model, "vocab_size")
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return size == classes if isinstance(size, int) else any(t.num_embeddings == classes for t in tables)
+
+
+def tokens_among(arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
+    """Return the tokens, [texts, positions], among what a model was given; None if there are none."""
+    tokens = named.get("input_ids")
+    if tokens is None:
+        tokens = next((part for part in (*arguments, *named.values()) if _is_tokens(part)), None)
+    return tokens if _is_tokens(tokens) else None
+
+
+def _setting(model: nn.Module, name: str) -> Any:
+    """Return what a model's configuration says; None where it does not."""
+    return getattr(getattr(model, "config", None), name, None)
 
 
 def _is_tokens(part: Any) -> bool:

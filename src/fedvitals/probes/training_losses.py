@@ -6,6 +6,7 @@ loss (see `class_losses`). The table by class counts each sample once, as the re
 over the client's data, or all steps where `data` is unknown. A batch that is looked at again before the next one (SAM,
 LBFGS, two passes with dropout) is counted once. `train.loss_last` is of the last eighth of the last pass.
 
+Of a language model the table is by bands of tokens and of lengths of texts: a row without a gradient is no target.
 Of a regression whose targets `data` has as a tensor, the moments of the residuals are measured instead (`residuals`).
 A single output per sample is that of two classes, whose logits are 0 and it, or probabilities after a sigmoid.
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,22 +26,32 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from fedvitals.catalog import CATALOG
-from fedvitals.errors import ConfigError, UnsuitedError
+from fedvitals.errors import UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.model_hooks import Hook, can_be_hooked, holds_numbers, hook_passes
-from fedvitals.probes import samples
+from fedvitals.model_hooks import Hook, can_be_hooked, hook_passes, trained_part
 from fedvitals.probes.class_losses import (
     ClassSums,
     ClassTotals,
     JudgedRows,
     judge_gradients,
     last_quota,
+    text_rows,
 )
-from fedvitals.probes.differentiate import logits_of
+from fedvitals.probes.forward_passes import (
+    Batch,
+    batch_size,
+    first_tensor,
+    is_captured,
+    logits_among,
+    obstacle_of,
+    pass_length,
+    reference_to,
+    rows_of,
+)
 from fedvitals.probes.residuals import ResidualSums, regression_targets, residual_metrics
+from fedvitals.probes.token_counts import is_vocabulary, tokens_among
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
 
@@ -63,20 +73,20 @@ NOT_SEEN = (
 
 
 _Span = tuple[int, int, int]  # of an output: the number of its first sample, its samples, its rows
-_Batch = tuple[weakref.ref[Tensor], int]  # the first input of a forward pass, and its version
 
 
 class _Output:
     """One forward pass in training: logits [rows, classes], and their gradients after its backward pass."""
 
-    __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "version")
+    __slots__ = ("batch", "first", "gradients", "logits", "samples", "stride", "text_rows", "texts", "version")
 
-    def __init__(self, logits: Tensor, stride: int, samples: int, batch: _Batch | None) -> None:
-        """`stride`: every so many rows of the output are looked at. `samples`: in the batch."""
+    def __init__(self, logits: Tensor, stride: int, samples: int, batch: Batch | None, texts: int) -> None:
+        """`stride`: every so many rows of the output are looked at. `samples`, `texts`: in the batch; 0: not texts."""
         self.logits: Tensor | None = logits
         self.batch = batch
         self.gradients: Tensor | None = None
-        self.stride, self.samples = stride, samples
+        self.stride, self.samples, self.texts = stride, samples, texts
+        self.text_rows: Tensor | None = None
         self.first = 0  # the number of its first sample, in the order of the backward passes
         self.version = logits._version  # noqa: SLF001 - autograd's own counter of changes in place
 
@@ -89,22 +99,22 @@ class MeasuredLosses:
         self.numbers = None if totals is None or reason is not None else totals.numbers
         self._totals, self._reason = totals, reason
 
-    def results(self, numbers: Array | None) -> tuple[dict[str, float], Array | None]:
-        """Return the metrics and the matrix of `training.classes`, from `numbers` on the host."""
+    def results(self, numbers: Array | None) -> tuple[dict[str, float], dict[str, Array]]:
+        """Return the metrics, and the matrices by family, from `numbers` on the host."""
         if self._reason is not None:
             raise UnsuitedError(NOT_MEASURED + self._reason)
         if self._totals is None or numbers is None:
-            return {}, None
+            return {}, {}
         if isinstance(self._totals, ResidualSums):
-            return residual_metrics(numbers), None
+            return residual_metrics(numbers), {}
         sums = ClassSums(self._totals, numbers)
         if sums.is_odd:
             raise UnsuitedError(NOT_MEASURED + OTHER_LOSS)
         if not sums.samples[0]:
-            return {}, None
+            return {}, {}
         own = {name: float(values[0]) for name, values in sums.metrics.items()}
         metrics = {name: number for name, number in own.items() if not (CATALOG[name].rare and math.isnan(number))}
-        return metrics, sums.table[0] if self._totals.tabulated else None
+        return metrics, {family: matrices[0] for family, matrices in sums.tables.items()}
 
 
 class TrainingLosses:
@@ -118,7 +128,7 @@ class TrainingLosses:
         self.batch: int | None = None  # samples in the first forward pass of the training
         self._model, self._failed = type(view.model), failed
         self._reason: str | None = None
-        self._total = _pass_length(view.data)  # samples in a pass; None: unknown
+        self._total = pass_length(view.data)  # samples in a pass; None: unknown
         self._quota = 0 if self._total is None else last_quota(self._total)
         self._samples = 0  # that the training has seen so far
         self._awaited: list[_Output] = []  # outputs whose backward pass has not happened yet
@@ -128,8 +138,10 @@ class TrainingLosses:
         self._totals: ClassTotals | None = None
         self._targets = regression_targets(view.data)
         self._residuals: ResidualSums | None = None
+        self._trained = trained_part(view.model)
+        self._vocabularies: dict[int, bool] = {}  # by numbers of outputs: whether they are over the model's tokens
         self._normalised = self._sigmoid = False  # whether the outputs are log-probabilities, or after a sigmoid
-        self._counted: _Batch | None = None  # the batch whose samples were counted last
+        self._counted: Batch | None = None  # the batch whose samples were counted last
         self._handles: list[Any] = []
         if can_be_hooked(view.model):
             self._handles = hook_passes(view.model, Hook(self._on_forward, self._broken))
@@ -180,39 +192,40 @@ class TrainingLosses:
         if not module.training or not torch.is_grad_enabled() or self._reason is not None:
             return
         began = time.perf_counter()
-        logits = _logits_among(output)
-        own_input = _first_tensor(arguments, named)
-        batch = _batch_size(logits, own_input)
-        source = None if own_input is None else _reference(own_input)
+        logits = logits_among(output)
+        own_input = first_tensor(arguments, named)
+        batch = batch_size(logits, own_input)
+        source = None if own_input is None else reference_to(own_input)
         # Whether a sample of it may belong to the first pass, or to the end of any.
         total, now = self._total, self._samples
         awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
         if total is None or now < total or now % total + awaited + batch > total - self._quota:
-            self._await_gradient(logits, batch, source)
+            self._await_gradient(logits, batch, source, tokens_among(arguments, named))
         elif not self._is_counted(source, batch):
             self._samples, self._counted = now + batch, source
         self.seconds += time.perf_counter() - began
 
-    def _is_counted(self, source: _Batch | None, batch: int) -> bool:
+    def _is_counted(self, source: Batch | None, batch: int) -> bool:
         """Return whether these are the samples that were counted last; a batch of all samples is a pass of its own."""
         before, total = self._counted, self._total
         if source is None or before is None or total is None or batch >= total:
             return False
         return before[1] == source[1] and before[0]() is source[0]() is not None
 
-    def _await_gradient(self, logits: Any, batch: int, source: _Batch | None) -> None:
-        obstacle = _obstacle(logits)
+    def _await_gradient(self, logits: Any, batch: int, source: Batch | None, tokens: Tensor | None) -> None:
+        obstacle = obstacle_of(logits)
         if obstacle is not None:
             self._refuse(obstacle)
             return
         node, numbers, stride = logits.grad_fn, logits.numel(), 1
-        if node is None or not numbers or _is_captured(logits):
+        if node is None or not numbers or is_captured(logits):
             return
-        rows = _rows(logits)
+        rows = rows_of(logits)
+        texts = 0 if tokens is None or len(rows) % len(tokens) or not self._are_tokens(rows.shape[1]) else len(tokens)
         if numbers > MOST_NUMBERS:
             stride = -(-numbers // MOST_NUMBERS)
             rows = rows[::stride].clone()
-        output = _Output(rows, stride, batch, source)
+        output = _Output(rows, stride, batch, source, texts)
         if self.batch is None:
             kind = type(node).__name__
             self.batch, self._normalised = batch, kind.startswith("LogSoftmax")
@@ -226,6 +239,11 @@ class TrainingLosses:
             (before, place), *_ = node.next_functions
             if before is not None:
                 before.register_prehook(functools.partial(self._on_backward, output, place))
+
+    def _are_tokens(self, classes: int) -> bool:
+        if classes not in self._vocabularies:
+            self._vocabularies[classes] = is_vocabulary(self._trained, classes)
+        return self._vocabularies[classes]
 
     def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
         """Record the gradient of an output on its first arrival; runs inside the backward pass."""
@@ -248,8 +266,11 @@ class TrainingLosses:
             output.logits = None
             return
         self._counted = output.batch
-        output.first, rows = self._samples, _rows(gradient)
+        output.first, rows = self._samples, rows_of(gradient)
         self._samples += output.samples
+        if output.texts:
+            targets = rows.amax(1) > rows.amin(1)  # one of these alone may underflow; two reductions are the fastest
+            output.text_rows = text_rows(targets.view(output.texts, -1), output.stride)
         output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
         self._waiting.append(output)
         self._numbers += logits.numel()
@@ -290,14 +311,18 @@ class TrainingLosses:
         logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
         if logits.shape[1] == 1:
             logits, gradients = _as_two_classes(logits.float(), gradients.float(), sigmoid=self._sigmoid)
-        totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
+        text_rows_of = [output.text_rows for output, _, _ in outputs if output.text_rows is not None]
+        texts = torch.cat(text_rows_of) if len(text_rows_of) == len(outputs) else None
+        if self._totals is None:
+            self._totals = ClassTotals(logits.shape[1], logits.device, language=texts is not None)
+        totals = self._totals
         spans, numbers = [(output.first, output.samples, len(z)) for output, z, _ in outputs], None
         if totals.classes == 2:
             sizes = [len(z) for _, z, _ in outputs]
             single = max(sizes) == 1  # rows have no others of their output then: all outputs have one weight
             places = np.zeros(len(sizes), np.int64) if single else np.repeat(np.arange(len(sizes)), sizes)
             numbers = upload(torch.from_numpy(places), logits.device)
-        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
+        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised, texts=texts)
         totals.add_judged(judged)
         first = len(logits) if self._total is None else _rows_before(spans, self._total)
         if first:
@@ -338,82 +363,8 @@ def _rows_before(spans: Sequence[_Span], place: int) -> int:
     return count
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Return [rows, classes] of an output or its gradient, without its graph."""
-    own = tensor.detach()
-    if own.dim() == 2:
-        return own
-    if own.dim() > 3:  # [samples, classes, height, width], as torch has it
-        own = own.movedim(1, -1)
-    return own[:, None] if own.dim() == 1 else own.flatten(0, -2)
-
-
 def _as_two_classes(outputs: Tensor, gradients: Tensor, *, sigmoid: bool) -> tuple[Tensor, Tensor]:
     """Return logits and gradients [rows, 2] of outputs [rows, 1]: logits of the second class, or its probabilities."""
     if sigmoid:
         outputs, gradients = outputs.logit(), gradients * outputs * (1 - outputs)
     return torch.cat([torch.zeros_like(outputs), outputs], 1), torch.cat([-gradients, gradients], 1)
-
-
-def _logits_among(output: Any) -> Any:
-    """Return the tensor of logits in a model's output: it itself, the one of that name, the first with rows."""
-    if type(output) is Tensor:
-        return output
-    logits = logits_of(output)
-    if logits is not output or not isinstance(output, tuple | list | Mapping):
-        return logits
-    parts = output.values() if isinstance(output, Mapping) else output
-    return next((part for part in parts if _has_rows(part)), output)
-
-
-def _has_rows(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dim() > 1 and part.is_floating_point() and part.requires_grad
-
-
-def _first_tensor(arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-    """Return the first input of a forward pass that has samples."""
-    for part in (*arguments, *named.values()) if named else arguments:
-        if isinstance(part, Tensor) and part.dim():
-            return part
-    return None
-
-
-def _obstacle(logits: Any) -> str | None:
-    """Return why an output cannot be measured; None if it can."""
-    if not isinstance(logits, Tensor):
-        returned = f"a {type(logits).__name__}"
-    elif type(logits) is not Tensor or not holds_numbers(logits):
-        returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
-    elif logits.dim() and logits.is_floating_point():
-        return None
-    else:
-        returned = f"a tensor of shape {tuple(logits.shape)}"
-    return f"they need outputs [samples, classes] or [samples, steps, classes], and this model returns {returned}."
-
-
-def _is_captured(logits: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, whose tensors must not be kept."""
-    return logits.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _reference(own_input: Tensor) -> _Batch | None:
-    """Return by what a batch is known again; None of tensors without a version."""
-    return None if own_input.is_inference() else (weakref.ref(own_input), own_input._version)  # noqa: SLF001
-
-
-def _batch_size(logits: Any, own_input: Tensor | None) -> int:
-    """Return the samples in a batch: the length of the first input, else of the output."""
-    if own_input is not None:
-        return max(1, len(own_input))
-    return max(1, len(logits)) if isinstance(logits, Tensor) and logits.dim() else 1
-
-
-def _pass_length(data: Any) -> int | None:
-    """Return the number of samples in one pass over the data; None if unknown."""
-    try:
-        total = 0 if data is None else samples.size(data)
-    except ConfigError:
-        return None  # reported by `fit`
-    if isinstance(data, DataLoader) and data.drop_last and data.batch_size:
-        total -= total % data.batch_size
-    return total or None

@@ -108,6 +108,10 @@ def adapters_part(reader: Reader, run: str, pictures: Pictures) -> Folded | None
     for sign, words in (
         ("perplexity.before", "perplexity as training begins"),
         ("perplexity.after", "perplexity as training ends"),
+        ("train.loss_common", "training loss, common tokens"),
+        ("train.loss_rare", "training loss, rare tokens"),
+        ("train.loss_short", "training loss, short texts"),
+        ("train.loss_long", "training loss, long texts"),
         ("tokens.length", "tokens in a text"),
         ("tokens.padding", "share of padding"),
         ("throughput.tokens", "tokens per second"),

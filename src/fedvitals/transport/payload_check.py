@@ -13,7 +13,7 @@ from fedvitals.catalog import CATALOG, HOSTS, from_update
 from fedvitals.errors import RecordError
 from fedvitals.measurements import Measurements, Telemetry, run_of
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
-from fedvitals.stats import CLASS_ROWS, MOST_CLASSES
+from fedvitals.stats import GROUP_ROWS, MOST_CLASSES
 from fedvitals.time_parts import CLIENT, ROUND_SECONDS, of_the_whole
 from fedvitals.transport.sender import OF_CLIENTS, quoted
 from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, LeftOut, name_of
@@ -23,7 +23,7 @@ OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # kinds that one of our
 
 # Limits of a layer table: far more than any model has, and small enough that a sum or product of sizes fits into
 # 64 bits and into a float without rounding.
-ROW_KINDS = ("parameter", "buffer", "module", "model", CLASS_ROWS)
+ROW_KINDS = ("parameter", "buffer", "module", "model", *GROUP_ROWS)
 LAYERS, DIMENSIONS = 100_000, 64
 DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, but a store holds it with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
@@ -109,7 +109,7 @@ def fault_of_table(table: LayerTable) -> tuple[str, str] | None:
     """Return why this cannot be the layer table of a model, preceded by the name of the layer concerned (or "")."""
     if table.rows not in ROW_KINDS:
         return "", f"has rows of the kind {quoted(table.rows)}. Known: {', '.join(ROW_KINDS)}"
-    most = MOST_CLASSES if table.rows == CLASS_ROWS else LAYERS
+    most = MOST_CLASSES if table.rows in GROUP_ROWS else LAYERS
     if len(table.layers) > most:
         return "", f"has {len(table.layers)} layers; {most} are the limit"
     total = 0

@@ -39,12 +39,14 @@ from fedvitals.stats import (
     HEALTH_COLUMNS,
     HISTOGRAM_COLUMNS,
     INFS,
+    LENGTH_COLUMNS,
     NANS,
     STATISTICS,
     STEP_COLUMNS,
     SUM,
     SUM_MAGNITUDES,
     SUM_SQUARES,
+    TOKEN_COLUMNS,
     ZEROS,
 )
 
@@ -59,7 +61,7 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     STEP_COLUMNS: (0, 1),
     HISTOGRAM_COLUMNS: range(len(HISTOGRAM_COLUMNS)),
     HEALTH_COLUMNS: range(len(HEALTH_COLUMNS)),
-    CLASS_COLUMNS: range(len(CLASS_COLUMNS)),
+    **{columns: range(len(columns)) for columns in (CLASS_COLUMNS, TOKEN_COLUMNS, LENGTH_COLUMNS)},
 }
 
 DATA_SCALARS = (

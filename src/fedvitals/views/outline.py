@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.records import Run, is_client, natural
-from fedvitals.stats import CLASS_ROWS, FAMILIES, statistics_of
+from fedvitals.stats import FAMILIES, GROUP_ROWS, statistics_of
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import SeriesByNode, series_of
@@ -45,9 +45,9 @@ def known_metric(name: str) -> Known:
 
 
 def known_families(reader: Reader, run: str) -> list[FamilyKnown]:
-    """Read which families of statistics of its models' layers a run has; not those whose rows are classes."""
+    """Read which families of statistics of its models' layers a run has; not those whose rows are classes or bands."""
     measured = queries.layer_families(reader, run)
-    families = [name for name in measured if name in FAMILIES and FAMILIES[name].rows != CLASS_ROWS]
+    families = [name for name in measured if name in FAMILIES and FAMILIES[name].rows not in GROUP_ROWS]
     return [FamilyKnown(name, FAMILIES[name].rows, tuple(statistics_of(name))) for name in families]
 
 

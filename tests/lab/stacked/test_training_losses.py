@@ -65,3 +65,21 @@ def test_other_losses_are_left_out(engine, changed):
     metrics, tables, _ = numbers(e, engine)
     assert not [key for key in metrics if key[2].startswith("train.")]
     assert not tables
+
+
+def test_bands_of_tokens_and_lengths_are_the_same():
+    """Of a language model: bytes, of which blocks of 20 are the texts."""
+    e = lab.Experiment(
+        dataset=lab.text(packages=3, package_bytes=4000, steps=20), model=lab.gpt(width=8, layers=1), clients=3,
+        rounds=1, partition=lab.quantity_skew(), local=lab.Local(epochs=2, batch=16),
+    )  # fmt: skip
+    (metrics, _, sink), (wanted, _, twin) = (numbers(e, engine) for engine in ("stacked", "sequential"))
+    assert {name for _, _, name in wanted} >= {"train.loss_first", "train.loss_short"}
+    assert metrics == {key: pytest.approx(value, rel=1e-4) for key, value in wanted.items()}
+    for client in ("c0", "c1", "c2"):
+        texts = twin.value("samples", node=client)
+        for family, targets in (("training.tokens", 20 * texts), ("training.lengths", 20 * texts)):
+            matrices = [own.layers(family, node=client).matrix for own in (sink, twin)]
+            np.testing.assert_allclose(*matrices, rtol=1e-3, atol=1e-3)
+            assert 0.9 * targets <= matrices[0][:, 0].sum() <= targets  # less bands of few
+        assert matrices[0][1, -1] == texts

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedvitals.analysis.timeline import NodeTime, main_clock, timeline
 from fedvitals.catalog import CATALOG, meaning_of, unit_of
+from fedvitals.dashboard.pages.loss_bands import LossBands, loss_bands
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.diagnosis.medians import finite_median
@@ -49,7 +50,8 @@ FACTS = (
     "samples", "update.samples", "steps", "steps.skipped", "label.entropy", "fit.samples", "fit.loss_before",
     "fit.loss_after", "fit.loss_p90", "fit.accuracy_before", "fit.accuracy_after", "fit.confusion",
     "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "train.loss_first", "train.loss_last",
-    "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "train.residual_mean",
+    "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "train.loss_common",
+    "train.loss_rare", "train.loss_short", "train.loss_long", "train.residual_mean",
     "train.residual_std", "train.residual_kurtosis", "optimizer.learning_rate", "optimizer.momentum",
     "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max", "data.missing",
     "data.constant", "data.out_of_range", "data.within_classes", "data.duplicates", "data.length",
@@ -124,6 +126,7 @@ class ClientPage:
     facts: list[Fact]
     labels: list[LabelShare]
     labels_round: int | None
+    losses: list[LossBands]  # of a language model
     failures: list[ClientEvent]  # the newest
     total_failures: int
     events: list[ClientEvent]  # the newest first
@@ -154,6 +157,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         facts=_facts(reader, run, node),
         labels=labels,
         labels_round=when,
+        losses=loss_bands(reader, run, node),
         failures=failures[:FAILURES],
         total_failures=row.failures,
         events=events,

@@ -16,8 +16,8 @@ import numpy as np
 from fedvitals.diagnosis.medians import column_medians
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import (
-    CLASS_ROWS,
     FAMILIES,
+    GROUP_ROWS,
     HISTOGRAM_COLUMNS,
     STATISTICS,
     STEP_COLUMNS,
@@ -74,7 +74,7 @@ def families_of(reader: Reader, run: str) -> list[str]:
 
 
 def _is_of_layers(family: str) -> bool:
-    return FAMILIES[family].columns is not HISTOGRAM_COLUMNS and FAMILIES[family].rows != CLASS_ROWS
+    return FAMILIES[family].columns is not HISTOGRAM_COLUMNS and FAMILIES[family].rows not in GROUP_ROWS
 
 
 def client_layers(

@@ -98,7 +98,7 @@ def partition_work(
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
     """Copy numbers to the device without waiting: torch reuses pinned memory only after such a copy is done."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def launch(

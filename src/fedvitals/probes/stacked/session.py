@@ -285,15 +285,15 @@ class StackSession:
         if not wanted or stack.outputs is None:
             return
         samples = None if stack.labels is None else sample_counts(stack)
-        losses = stacked_losses(stack.outputs(), self._own_steps(), samples)
+        losses = stacked_losses(stack.module, stack.outputs(), self._own_steps(), samples)
         if losses is None:
             return
         measured = losses.samples > 0
         for name, values in losses.metrics.items():
             self._put(name, values, measured & ~np.isnan(values) if CATALOG[name].rare else measured)
-        if losses.table.shape[1]:
-            rows = np.flatnonzero(measured)
-            self._columns.put_matrices("training.classes", losses.table[rows], rows)
+        rows = np.flatnonzero(measured)
+        for family, matrices in losses.tables.items():
+            self._columns.put_matrices(family, matrices[rows], rows)
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
         """Run a probe at the end of the scope for the clients that are due in this round."""

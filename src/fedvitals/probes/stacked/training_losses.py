@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.probes.class_losses import ClassSums, ClassTotals, Places, judge_labels, last_quota, pass_masks
+from fedvitals.probes.class_losses import (
+    ClassSums,
+    ClassTotals,
+    Places,
+    judge_labels,
+    last_quota,
+    pass_masks,
+    text_rows,
+)
+from fedvitals.probes.token_counts import is_vocabulary
 
 TOGETHER = 1 << 22  # logits evaluated at a time
 _NO_PASS = 1 << 62  # assumed samples in a pass of unknown length
@@ -21,17 +30,20 @@ _NO_PASS = 1 << 62  # assumed samples in a pass of unknown length
 Outputs = Mapping[int, tuple[Tensor, Tensor]]
 
 
-def stacked_losses(outputs: Outputs, steps: Sequence[int], samples: Sequence[int] | None) -> ClassSums | None:
-    """Return the sums of all clients; None if nothing was kept.
+def stacked_losses(
+    module: nn.Module, outputs: Outputs, steps: Sequence[int], samples: Sequence[int] | None
+) -> ClassSums | None:
+    """Return the sums of all clients, which train models like this one; None if nothing was kept.
 
     outputs: logits [clients, n, ..., classes] and labels [clients, n, ...] by step. steps: of each client. samples: in
     a pass of each client; None: unknown.
     """
     if not outputs:
         return None
-    logits, _ = next(iter(outputs.values()))
+    logits, labels = next(iter(outputs.values()))
     clients, batch, classes = logits.shape[0], logits.shape[1], logits.shape[-1]
-    totals = ClassTotals(classes, logits.device, clients)
+    language = labels.dim() > 2 and is_vocabulary(module, classes)
+    totals = ClassTotals(classes, logits.device, clients, language=language)
     own = [_NO_PASS] * clients if samples is None else [max(1, count) for count in samples]
     length = np.array(own)[:, None]
     quota = np.array([0 if count == _NO_PASS else last_quota(count) for count in own])[:, None]
@@ -57,7 +69,8 @@ def _add(totals: ClassTotals, outputs: tuple[Tensor, Tensor], first: Tensor, las
     """Add the samples in the masks, [clients, n], to the totals."""
     logits, labels = outputs
     rows = labels[0, 0].numel()  # per sample: several for sequences
-    judged = judge_labels(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    texts = text_rows(labels >= 0) if totals.language else None
+    judged = judge_labels(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), texts)
     client = torch.arange(totals.clients).repeat_interleave(first.shape[1] * rows)
     masks = torch.stack([first, last]).flatten(1).repeat_interleave(rows, 1)
     client, masks = upload(client, logits.device), upload(masks, logits.device)

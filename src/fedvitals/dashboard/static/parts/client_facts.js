@@ -66,6 +66,18 @@ export function labelBars(labels) {
     })));
 }
 
+/** Training losses of a language model by bands of tokens, and of lengths of texts. */
+export function lossBands(parts) {
+  return parts.map((part) => h("table", { class: "data small" },
+    h("caption", { class: "small muted", text: `by the ${part.title}, r${part.round}` }),
+    h("thead", {}, h("tr", {}, ["band", part.counted === "texts" ? "texts" : "targets", "loss", "others", "right"].map((text, i) => h("th", {
+      scope: "col", class: i ? "num" : null, title: { loss: "mean, in nats", others: "median of the other clients' mean losses", right: "share of targets predicted right" }[text] ?? null, text,
+    })))),
+    h("tbody", {}, part.bands.map((one) => h("tr", {},
+      h("th", { scope: "row", text: one.name }), h("td", { class: "num", text: number(one.count) }), h("td", { class: "num", text: number(one.loss) }),
+      h("td", { class: "num", text: number(one.median) }), h("td", { class: "num", text: one.right === null ? "" : percent(one.right) }))))));
+}
+
 const LEVELS = { error: "sev-critical", critical: "sev-critical", warning: "sev-warning" };
 
 /** Its events; a traceback is text, and opens on demand. */

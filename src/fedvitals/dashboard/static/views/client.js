@@ -7,7 +7,7 @@ import { fill, h } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { chooser, remade } from "../parts/band.js";
-import { caseList, eventList, factList, labelBars, numbersTable, panel } from "../parts/client_facts.js";
+import { caseList, eventList, factList, labelBars, lossBands, numbersTable, panel } from "../parts/client_facts.js";
 import { clientSigns } from "../parts/client_signs.js";
 import { evidencePlots } from "../parts/evidence_plots.js";
 import { empty } from "../parts/states.js";
@@ -31,7 +31,7 @@ export function view(root, ctx) {
   const place = h("nav", { class: "row client-place", "aria-label": "Other clients" });
   const layers = layerPart(ctx, axis, node);
   const times = timePart(ctx, axis, node);
-  const side = { facts: h("div", {}), labels: h("div", {}), failures: h("div", {}), events: h("div", {}) };
+  const side = { facts: h("div", {}), labels: h("div", {}), losses: h("div", {}), failures: h("div", {}), events: h("div", {}) };
   const found = panel("findings and evidence", cases.node, plots.node, rests);
   const more = h("p", { class: "small" });
   let neighbours = {};
@@ -43,7 +43,7 @@ export function view(root, ctx) {
       panel("layers against the median client", layers.nodes),
       panel("where its time went", times.nodes)),
     h("aside", { "aria-label": "Facts and events" },
-      panel("reported values", side.facts), panel("labels", side.labels), panel("failures", side.failures),
+      panel("reported values", side.facts), panel("labels", side.labels), side.losses, panel("failures", side.failures),
       panel("events, newest first", side.events), more)));
 
   const step = (where, label) => Object.assign(() => neighbours[where] && go(runLink(run, "clients", neighbours[where])), { label });
@@ -115,6 +115,8 @@ export function view(root, ctx) {
     const raw = (kind) => h("a", { href: link(of(run, "records"), { kind, node }), text: kind });
     put(side.facts, page.facts, () => (page.facts.length ? factList(page.facts) : empty("Nothing of its data.", "`data` and `loss` in monitor.client tell.")));
     put(side.labels, page.labels, () => (page.labels.length ? labelBars(page.labels) : empty("Its labels are not known.", "From privacy level 3 on, with `data` that yields (x, y).")));
+    side.losses.hidden = !page.losses.length;
+    put(side.losses, page.losses, () => page.losses.length > 0 && panel("training losses of its texts", lossBands(page.losses)));
     put(side.failures, page.failures, () => (page.failures.length
       ? [eventList(run, page.failures),
         page.total_failures > page.failures.length && h("p", { class: "small muted", text: `${page.failures.length} of ${page.total_failures} shown` }),

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model's losses by bands: on the client's page, in a picture and in the report."""
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import fedvitals as fv
+from fedvitals import plot
+from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.pages.loss_bands import loss_bands
+from fedvitals.report.write import report
+from fedvitals.store import open_reader
+from fedvitals.store.read.queries import layer_round, list_runs
+from support.dashboard_server import judge, needs_browser, ready, serve
+from support.text_training import Language, make_texts, steps
+from support.trained_losses import Twin
+
+CLIENTS = ("c0", "c1", "c2")
+
+
+@pytest.fixture(scope="module")
+def store(session_folder):
+    path = session_folder / "texts.db"
+    with fv.Monitor(path, "texts", probes="deep", strict=True) as monitor:
+        for number in range(2):
+            with monitor.round(number):
+                for seed, name in enumerate(CLIENTS):
+                    model = Language()
+                    with monitor.client(name, model):
+                        steps(make_texts(seed=seed))(model, Twin())
+                model = Language(300)
+                with monitor.client("short", model):
+                    steps(make_texts(2, vocabulary=300))(model, Twin())
+    return path
+
+
+def test_bands_beside_the_other_clients(store):
+    with open_reader(store) as reader:
+        run = list_runs(reader)[0].id
+        tokens, lengths = loss_bands(reader, run, "c1")
+        measured = [layer_round(reader, run, part.family, 1) for part in (tokens, lengths)]
+    assert (tokens.round, tokens.counted, lengths.counted) == (1, "samples", "texts")
+    for part, own in zip((tokens, lengths), measured, strict=True):
+        mine, others = own.nodes.index("c1"), [own.nodes.index(name) for name in (*CLIENTS, "short") if name != "c1"]
+        assert part.bands
+        for band in part.bands:
+            row = own.layers.index(band.name)
+            assert band.count == own.get(part.counted)[mine, row] > 0
+            assert band.loss == pytest.approx(own.get("loss_mean")[mine, row])
+            assert band.right == pytest.approx(own.get("accuracy")[mine, row])
+            assert band.median == pytest.approx(np.nanmedian(own.get("loss_mean")[others, row]))
+
+
+def test_a_client_without_any_band_has_no_table(store):
+    with open_reader(store) as reader:
+        run = list_runs(reader)[0].id
+        tokens, *rest = loss_bands(reader, run, "short")
+        assert loss_bands(reader, run, "nobody") == []
+    assert tokens.family == "training.tokens"
+    assert not rest  # two texts are too few
+
+
+@pytest.mark.browser
+@needs_browser
+def test_the_client_page_shows_them(store, page):
+    with open_reader(store) as reader:
+        run = list_runs(reader)[0].id
+    with serve(store) as url:
+        ready(page, f"{url}/runs/{run}/clients/c1", "client")
+        panel = page.get_by_role("region", name="training losses of its texts")
+        assert panel.locator("caption").all_inner_texts() == [
+            "by the number of the token in the vocabulary, r1", "by the number of targets in the text, r1",
+        ]  # fmt: skip
+        cells = panel.locator("tr", has_text="1,024–4,095").locator("td").all_inner_texts()
+        assert len(cells) == 4
+        assert all(cells)
+        assert "training loss, rare tokens" in page.get_by_role("region", name="reported values").inner_text()
+        assert judge(page) == []
+        page.goto("about:blank")
+
+
+def test_they_are_on_the_page_in_the_picture_and_in_the_report(store, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need the extra plots")
+    with open_reader(store) as reader:
+        run = list_runs(reader)[0].id
+        report(reader, [run], tmp_path / "page.html")
+        figure = plot.client((reader, run), "c1")
+    client = TestClient(create_app(store), base_url="http://127.0.0.1:8321")
+    page = client.get(f"/api/runs/{run}/client", params={"node": "c1"}).json()
+    assert [part["family"] for part in page["losses"]] == ["training.tokens", "training.lengths"]
+    titles = {fact["title"] for fact in page["facts"]}
+    drawn = " ".join(text.get_text() for axes in figure.axes for text in axes.findobj() if hasattr(text, "get_text"))
+    written = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for title in ("training loss, common tokens", "training loss, rare tokens", "training loss, short texts"):
+        assert title in titles
+        assert title in drawn
+        assert title in written
