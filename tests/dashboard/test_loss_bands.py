@@ -6,9 +6,9 @@ import pytest
 from starlette.testclient import TestClient
 
 import fedvitals as fv
-from fedvitals import plot
+from fedvitals import lab, plot
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.pages.loss_bands import loss_bands
+from fedvitals.dashboard.pages.loss_bands import MOST, loss_bands
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.store.read.queries import layer_round, list_runs
@@ -61,6 +61,27 @@ def test_a_client_without_any_band_has_no_table(store):
     assert not rest  # two texts are too few
 
 
+def test_of_many_classes_those_that_are_harder_than_for_others(tmp_path):
+    """One client's labels of a class are wrong: of twenty classes this one is among those that are shown."""
+    store = tmp_path / "classes.db"
+    experiment = lab.Experiment(
+        dataset=lab.synthetic(classes=20, features=40, samples=3000, separation=6.0),
+        model=lab.mlp(hidden=(32,)),
+        local=lab.Local(epochs=2, batch=16, optimizer=lab.sgd(0.1)),
+        clients=4,
+        rounds=10,
+        faults=(lab.label_flip(nodes=["c1"], source=7, target=3),),
+    )
+    with fv.Monitor(store, "classes", probes="deep") as monitor:
+        lab.run(experiment, monitor)
+    with open_reader(store) as reader:
+        (classes,) = loss_bands(reader, list_runs(reader)[0].id, "c1")
+    assert (classes.family, classes.counted, classes.total) == ("training.classes", "samples", 19)  # no 7
+    assert len(classes.bands) == MOST
+    by_name = {band.name: band for band in classes.bands}
+    assert by_name["3"].loss > 5 * by_name["3"].median  # what was a 7 does not look like a 3
+
+
 @pytest.mark.browser
 @needs_browser
 def test_the_client_page_shows_them(store, page):
@@ -68,7 +89,7 @@ def test_the_client_page_shows_them(store, page):
         run = list_runs(reader)[0].id
     with serve(store) as url:
         ready(page, f"{url}/runs/{run}/clients/c1", "client")
-        panel = page.get_by_role("region", name="training losses of its texts")
+        panel = page.get_by_role("region", name="training losses")
         assert panel.locator("caption").all_inner_texts() == [
             "by the number of the token in the vocabulary, r1", "by the number of targets in the text, r1",
         ]  # fmt: skip

@@ -126,7 +126,7 @@ class ClientPage:
     facts: list[Fact]
     labels: list[LabelShare]
     labels_round: int | None
-    losses: list[LossBands]  # of a language model
+    losses: list[LossBands]
     failures: list[ClientEvent]  # the newest
     total_failures: int
     events: list[ClientEvent]  # the newest first

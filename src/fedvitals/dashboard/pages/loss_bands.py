@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's training losses by bands of tokens and of lengths of texts, beside the other clients' medians."""
+"""A client's training losses by class, or by bands of tokens and of lengths, beside the other clients' medians."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ from fedvitals.store.read.metrics import newest_of_node
 from fedvitals.store.read.queries import layer_round
 from fedvitals.store.read.reader import Reader
 
+MOST = 12  # classes shown: those whose losses are highest over the others'
 BANDS = {
+    "training.classes": "class",
     "training.tokens": "number of the token in the vocabulary",
     "training.lengths": "number of targets in the text",
 }
@@ -23,7 +26,7 @@ BANDS = {
 
 @dataclass(frozen=True, slots=True)
 class LossBand:
-    """The losses of one band of targets."""
+    """The losses of one class, or band of targets."""
 
     name: str
     count: int  # targets, or texts
@@ -41,6 +44,7 @@ class LossBands:
     counted: str  # «samples» or «texts»
     round: int
     bands: list[LossBand]
+    total: int  # bands, of which MOST are shown
 
 
 def loss_bands(reader: Reader, run: str, node: str) -> list[LossBands]:
@@ -69,4 +73,11 @@ def _of_family(reader: Reader, run: str, node: str, family: str, round_index: in
         )
         for row in np.flatnonzero(np.isfinite(counts) & (counts > 0)).tolist()
     ]
-    return LossBands(family, BANDS[family], counted, round_index, bands) if bands else None
+    kept = sorted(bands, key=_excess, reverse=True)[:MOST]
+    shown = [band for band in bands if band in kept]
+    return LossBands(family, BANDS[family], counted, round_index, shown, len(bands)) if bands else None
+
+
+def _excess(band: LossBand) -> float:
+    """Return how far a band's loss is above the other clients' median."""
+    return -math.inf if band.loss is None or band.median is None else band.loss - band.median

@@ -66,11 +66,11 @@ export function labelBars(labels) {
     })));
 }
 
-/** Training losses of a language model by bands of tokens, and of lengths of texts. */
+/** Training losses by class; of a language model by bands of tokens, and of lengths of texts. */
 export function lossBands(parts) {
   return parts.map((part) => h("table", { class: "data small" },
-    h("caption", { class: "small muted", text: `by the ${part.title}, r${part.round}` }),
-    h("thead", {}, h("tr", {}, ["band", part.counted === "texts" ? "texts" : "targets", "loss", "others", "right"].map((text, i) => h("th", {
+    h("caption", { class: "small muted", text: `by the ${part.title}, r${part.round}${part.total > part.bands.length ? `, highest ${part.bands.length} of ${part.total}` : ""}` }),
+    h("thead", {}, h("tr", {}, [part.title === "class" ? "class" : "band", part.counted === "texts" ? "texts" : part.title === "class" ? "samples" : "targets", "loss", "others", "right"].map((text, i) => h("th", {
       scope: "col", class: i ? "num" : null, title: { loss: "mean, in nats", others: "median of the other clients' mean losses", right: "share of targets predicted right" }[text] ?? null, text,
     })))),
     h("tbody", {}, part.bands.map((one) => h("tr", {},

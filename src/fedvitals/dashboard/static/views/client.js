@@ -116,7 +116,7 @@ export function view(root, ctx) {
     put(side.facts, page.facts, () => (page.facts.length ? factList(page.facts) : empty("Nothing of its data.", "`data` and `loss` in monitor.client tell.")));
     put(side.labels, page.labels, () => (page.labels.length ? labelBars(page.labels) : empty("Its labels are not known.", "From privacy level 3 on, with `data` that yields (x, y).")));
     side.losses.hidden = !page.losses.length;
-    put(side.losses, page.losses, () => page.losses.length > 0 && panel("training losses of its texts", lossBands(page.losses)));
+    put(side.losses, page.losses, () => page.losses.length > 0 && panel("training losses", lossBands(page.losses)));
     put(side.failures, page.failures, () => (page.failures.length
       ? [eventList(run, page.failures),
         page.total_failures > page.failures.length && h("p", { class: "small muted", text: `${page.failures.length} of ${page.total_failures} shown` }),
