@@ -44,35 +44,36 @@ def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     rounds, values, who = array("q"), array("d"), list[Whole]()
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
     for round_index, nodes, packed in metrics.gathered_by_round(reader, run, name, until):
-        if nodes != before[0]:  # usually the same as in the previous round
-            before = nodes, np.array(gathered(nodes), np.int64)
-            if len(np.unique(before[1])) < len(before[1]):  # a node reported twice in one round
+        if nodes != before[0]:  # often the same as in the previous round
+            numbers = gathered(nodes)
+            if len({*numbers}) < len(numbers):  # a node reported twice in one round
                 return _read_newest(reader, run, name, until)
+            before = nodes, np.array(numbers, np.int64)
         rounds.append(round_index)
         who.append(before[1])
         values.frombytes(np.array(gathered(packed), float).tobytes())
     if not rounds:
         return _Held(np.empty(0, np.int64), EMPTY)
-    columns = np.repeat(np.array(rounds, np.int64), [*map(len, who)])
-    return _placed(reader, columns, np.concatenate(who), np.array(values))
+    column = np.repeat(np.arange(len(rounds)), [*map(len, who)])
+    return _placed(reader, np.array(rounds), column, np.concatenate(who), np.array(values))
 
 
 def _read_newest(reader: Reader, run: int, name: int, until: int) -> _Held:
     """Read a metric if the order of reports matters."""
     places, values = metrics.newest_values(reader, run, name, until)
-    return _placed(reader, places[:, 0], places[:, 1], values)
+    rounds, column = np.unique(places[:, 0], return_inverse=True)
+    return _placed(reader, rounds, column, places[:, 1], values)
 
 
-def _placed(reader: Reader, rounds: Whole, nodes: Whole, numbers: Reals) -> _Held:
-    """Return the round, the node and the value of each cell as a matrix."""
-    columns, column = np.unique(rounds, return_inverse=True)
+def _placed(reader: Reader, rounds: Whole, column: Whole, nodes: Whole, numbers: Reals) -> _Held:
+    """Return values as a matrix, given the index of the round and the node of each."""
     present = np.zeros(int(nodes.max()) + 1, bool)  # numbers of names are small: no need to sort a million
     present[nodes] = True
     known, row = np.flatnonzero(present), (np.cumsum(present) - 1)[nodes]
-    values = np.full((len(known), len(columns)), np.nan, np.float32)
+    values = np.full((len(known), len(rounds)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
     values[row, column], there[row, column] = single(numbers), True
-    return _arranged(reader, known, columns, values, there)
+    return _arranged(reader, known, rounds, values, there)
 
 
 def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:

@@ -351,7 +351,8 @@ def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> Iterat
     """
     gather = reader.database.dialect.gather.format
     return reader.database.each_row(
-        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round", (run, name, up_to)
+        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round ORDER BY m.round",
+        (run, name, up_to),
     )
 
 
