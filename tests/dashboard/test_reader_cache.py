@@ -34,6 +34,7 @@ from fedvitals.store.upkeep import retention
 from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
+from fedvitals.views.round_sums import round_sums
 from fedvitals.views.status import DIED, SILENT, state_of
 from support.dashboard_server import TOKEN, WRITE, serve
 from support.held_store import holding
@@ -350,17 +351,17 @@ def test_sums_of_rounds_are_the_same_from_the_database_and_from_memory(store):
     with open_reader(store) as reader:
         views_matrix.share(reader, kept)
         assert not kept.holds(reader, "b", "scale.gsc")
-        cold = views_matrix.round_sums(reader, "b", "scale.gsc")
+        cold = round_sums(reader, "b", "scale.gsc")
         assert not kept.holds(reader, "b", "scale.gsc"), "the whole was not needed"
         kept.matrix(reader, "b", "scale.gsc")
-        assert views_matrix.round_sums(reader, "b", "scale.gsc") == pytest.approx(cold, rel=1e-6)
+        assert round_sums(reader, "b", "scale.gsc") == pytest.approx(cold, rel=1e-6)
         assert (len(cold), cold[9]) == (100, pytest.approx(3 * 0.1 * 10))
     with open_store(store) as sink:  # the newer of two, and neither the server's nor NaN
         told = [(3, "c0", 5.0, 9.0), (3, "server", 100.0, 9.0), (4, "c9", float("nan"), 9.0)]
         sink.write([Metric(Where("b", r, n), STARTED + at * 1e6, "scale.gsc", v, "later", i)
                     for i, (r, n, v, at) in enumerate(told)])  # fmt: skip
     with open_reader(store) as reader:
-        found = views_matrix.round_sums(reader, "b", "scale.gsc")
+        found = round_sums(reader, "b", "scale.gsc")
         assert (found[3], found[4]) == (pytest.approx(5.0 + 2 * 0.4), pytest.approx(3 * 0.5))
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads ahead what the pages of a run will need next, while there are no requests.
+"""Reads ahead what the pages of a run will need: what its overview shows and, while there are no requests, the rest.
 
-A metric of a thousand clients over five hundred rounds takes a third of a second to read the first time. The pages of
-the clients show several; a user who has looked at the run for a moment does not wait for them.
+A metric of a thousand clients over five hundred rounds takes a quarter of a second to read the first time. What the
+overview shows is read as soon as the server starts, or somebody asks about the run; requests for the same wait for it
+and compute nothing twice. The pages of the clients show more; a user who has looked at the run for a moment does not
+wait for them.
 
 The same thread returns memory that answers have freed, otherwise the server would hold the most that it ever needed.
 Some of what answers leave are cycles of objects (a request and its task refer to each other), and the collector would
@@ -27,6 +29,8 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import newest_run
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.overview import overview
+from fedvitals.views.round_sums import round_sums
 from fedvitals.views.traffic_counts import traffic_total
 
 if TYPE_CHECKING:
@@ -120,7 +124,7 @@ class Warming:
                     if run in self._done or run == NEWEST:
                         return
                     self._note(run)
-            traffic_total(reader, run)
+            _read_overview(reader, run)
             measured = set(queries.metric_names(reader, run))
         for name in WANTED:
             if name in measured:
@@ -143,6 +147,18 @@ class Warming:
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+
+
+def _read_overview(reader: Reader, run: str) -> None:
+    """Read what the overview shows, in the order in which its page asks for it."""
+    traffic_total(reader, run)
+    shown = overview(reader, run)
+    if shown.learning is not None:
+        _prepared(reader, run, shown.learning)
+    for way in ("sent", "received"):
+        round_sums(reader, run, f"traffic.{way}")
+    if shown.sign is not None:
+        _prepared(reader, run, shown.sign)
 
 
 def _prepared(reader: Reader, run: str, name: str) -> None:

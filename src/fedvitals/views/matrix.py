@@ -16,13 +16,12 @@ import numpy as np
 from fedvitals.diagnosis.cases import MODEL_LOST
 from fedvitals.records import is_client
 from fedvitals.store.read import metrics
-from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.queries import rounds_with_findings
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, compact, single
 
-__all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "rounds_not_finite", "share"]
+__all__ = ["Matrices", "Matrix", "is_held", "metric_matrix", "rounds_not_finite", "share"]
 
 BYTES = 256_000_000  # size of the cached matrices
 NEWS = 200_000  # new rows; with more, a walk over all is faster, and takes less memory
@@ -282,6 +281,12 @@ def share(reader: Reader, matrices: Matrices) -> None:
     _SHARED[reader] = matrices
 
 
+def is_held(reader: Reader, run: str, name: str) -> bool:
+    """Whether `metric_matrix` has the metric without reading all of it."""
+    shared = _SHARED.get(reader)
+    return shared is not None and shared.holds(reader, run, name)
+
+
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     """Return every client's newest value of a metric in each round, cached if the reader shares `Matrices`.
 
@@ -325,33 +330,6 @@ def rounds_not_finite(reader: Reader, run: str, name: str) -> Mapping[str, set[i
         memory[key] = rounds, metrics.rounds_above_zero(reader, run, counted, rounds)
     lost: Mapping[str, set[int]] = memory[key][1]
     return lost
-
-
-def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
-    """Return all clients' values of a metric summed by round, without NaN.
-
-    If the whole metric is not in memory, the database sums it, in a third of the time.
-    """
-    shared = _SHARED.get(reader)
-    sums = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
-    if sums is None:
-        matrix = metric_matrix(reader, run, name)
-        sums = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
-    return sums
-
-
-def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
-    """Return the sums; None if a client reported twice in one round, since only the newer value counts."""
-    number, metric = reader.names.number(run), reader.names.number(name)
-    if number is None or metric is None:
-        return {}
-    others = [node for node, text in nodes_by_number(reader, run).items() if not is_client(text)]
-    if len(others) > SEEKS:
-        return None
-    sums = metrics.sums_by_round(reader, number, metric, others)
-    if any(values != clients for _, _, values, clients in sums):
-        return None
-    return {round_index: 0.0 if total is None else float(total) for round_index, total, _, _ in sums}
 
 
 def memory_of(reader: Reader) -> dict[Any, Any]:
