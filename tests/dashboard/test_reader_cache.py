@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -242,13 +243,14 @@ def test_the_newest_run_is_read_ahead_also_when_it_begins_later(store, caplog, m
     read, failed = [], threading.Event()
     cache = ReaderCache(store)
 
-    def total(_, run):
+    def overview(_, run):
         read.append(run)
         if len(read) == 1:
             failed.set()
             raise RuntimeError("broken")
+        return SimpleNamespace(learning=None, sign=None)
 
-    monkeypatch.setattr(warming, "traffic_total", total)
+    monkeypatch.setattr(warming, "overview", overview)
     cache.warming.asked(None)
     assert failed.wait(PATIENCE)
     with open_store(store) as sink:

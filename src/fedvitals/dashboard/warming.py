@@ -44,6 +44,7 @@ WANTED = (
     "time.client_virtual", "gradient.nonfinite", "weight.nonfinite", "gradient.norm", "scale.gsc", "local.loss",
     "local.accuracy", "accuracy", "weight.drift", "memory.resident",
 )  # fmt: skip
+NAME = "dashboard-warming"  # of the threads
 NEWEST = ""  # represents the newest run
 REMEMBERED = 64  # runs that are not read ahead again
 QUIET = 0.25  # seconds without a request after which reading ahead may start
@@ -79,7 +80,7 @@ class Warming:
                 return
             self._runs.append(run)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="dashboard-warming", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 self._thread.start()
         self._wanted.set()
 
@@ -89,12 +90,15 @@ class Warming:
             self._wanted.clear()
             self._give_back()
             while not self._closed and (run := self._next()) is not None:
-                try:
-                    self._read(run)
-                except FedvitalsError:
-                    pass  # reported to whoever requests it
-                except Exception:
-                    logger.exception("Reading ahead failed; pages are not concerned.")
+                self._try(self._read, run)
+
+    def _try(self, work: Callable[[str], None], run: str) -> None:
+        try:
+            work(run)
+        except FedvitalsError:
+            pass  # reported to whoever requests it
+        except Exception:
+            logger.exception("Reading ahead failed; pages are not concerned.")
 
     def _give_back(self) -> None:
         """Return memory now and then after requests: takes some milliseconds, and 30 if all objects are examined."""
@@ -124,13 +128,27 @@ class Warming:
                     if run in self._done or run == NEWEST:
                         return
                     self._note(run)
-            _read_overview(reader, run)
+        # At once with what follows: the database counts without Python's lock.
+        counting = threading.Thread(target=self._try, args=(self._count_bytes, run), name=NAME, daemon=True)
+        counting.start()
+        with self._cache.reader() as reader:
+            shown = overview(reader, run)
+            for name in (shown.learning, shown.sign):
+                if name is not None:
+                    _prepare(reader, run, name)
             measured = set(queries.metric_names(reader, run))
+        counting.join()
         for name in WANTED:
             if name in measured:
-                self._quietly(functools.partial(_prepared, run=run, name=name))
+                self._quietly(functools.partial(_prepare, run=run, name=name))
         for page in (time_costs, changes):
             self._quietly(functools.partial(page, run=run))
+
+    def _count_bytes(self, run: str) -> None:
+        with self._cache.reader() as reader:
+            traffic_total(reader, run)
+            for way in ("sent", "received"):
+                round_sums(reader, run, f"traffic.{way}")
 
     def _quietly(self, work: Callable[[Reader], object]) -> None:
         """Do the work once there has been no request for a moment."""
@@ -149,19 +167,7 @@ class Warming:
             self._thread.join(timeout=5)
 
 
-def _read_overview(reader: Reader, run: str) -> None:
-    """Read what the overview shows, in the order in which its page asks for it."""
-    traffic_total(reader, run)
-    shown = overview(reader, run)
-    if shown.learning is not None:
-        _prepared(reader, run, shown.learning)
-    for way in ("sent", "received"):
-        round_sums(reader, run, f"traffic.{way}")
-    if shown.sign is not None:
-        _prepared(reader, run, shown.sign)
-
-
-def _prepared(reader: Reader, run: str, name: str) -> None:
+def _prepare(reader: Reader, run: str, name: str) -> None:
     """Prepare a metric, and what is computed from it once and cached with it."""
     matrix = metric_matrix(reader, run, name)
     matrix.band()
