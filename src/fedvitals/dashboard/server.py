@@ -146,6 +146,7 @@ def serve(
         proxy_hosts=names,
         root=root,
         limits=limits,
+        ahead=True,
     )
     server = server_of(app, limits)
 

@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fedvitals.dashboard")
 
-# Those that most pages need come first.
+OF_CLIENTS = ("loss", "traffic.sent", "traffic.received", "update.norm", "steps")  # what the table of clients needs
 WANTED = (
-    "loss", "traffic.sent", "traffic.received", "update.norm", "steps", "update.cosine_mean", "time.client",
-    "time.client_virtual", "gradient.nonfinite", "weight.nonfinite", "gradient.norm", "scale.gsc", "local.loss",
-    "local.accuracy", "accuracy", "weight.drift", "memory.resident",
+    *OF_CLIENTS, "update.cosine_mean", "time.client", "time.client_virtual", "gradient.nonfinite", "weight.nonfinite",
+    "gradient.norm", "scale.gsc", "local.loss", "local.accuracy", "accuracy", "weight.drift", "memory.resident",
 )  # fmt: skip
 NAME = "dashboard-warming"  # of the threads
 NEWEST = ""  # represents the newest run
@@ -121,6 +120,7 @@ class Warming:
             del self._done[next(iter(self._done))]
 
     def _read(self, run: str) -> None:
+        self._cache.look()  # the first look at a store forgets what was read before it
         with self._cache.reader() as reader:
             if run == NEWEST:
                 run = newest_run(reader) or NEWEST
@@ -138,11 +138,14 @@ class Warming:
                     _prepare(reader, run, name)
             measured = set(queries.metric_names(reader, run))
         counting.join()
-        for name in WANTED:
-            if name in measured:
-                self._quietly(functools.partial(_prepare, run=run, name=name))
-        for page in (time_costs, changes):
-            self._quietly(functools.partial(page, run=run))
+        metrics = [functools.partial(_prepare, name=name) for name in WANTED if name in measured]
+        table = len(measured.intersection(OF_CLIENTS))
+        works: list[Callable[..., object]] = [*metrics[:table], self._roster, *metrics[table:], time_costs, changes]
+        for work in works:
+            self._quietly(functools.partial(work, run=run))
+
+    def _roster(self, reader: Reader, run: str) -> None:
+        self._cache.rosters.roster(reader, run, self._cache.tracker.version(run))
 
     def _count_bytes(self, run: str) -> None:
         with self._cache.reader() as reader:
