@@ -138,6 +138,7 @@ def serve(
     root, names = checked_root(root), tuple(map(checked_host, proxy_hosts))
     listener = bind(host, port)
     address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path, root, bool(names))
+    use_one_heap()  # otherwise each thread keeps room for the largest answer that it ever made
     app = create_app(
         store,
         token=address.token,
@@ -159,7 +160,6 @@ def serve(
             if folder is not None:
                 open_in_browser(address.url, Path(folder))
 
-    use_one_heap()  # otherwise each answering thread keeps room for the largest answer that it ever made
     # What the imports created stays for good. Pages create a hundred thousand small objects and free them at once:
     # searching them for cycles after every few hundred took a third of the time.
     gc.freeze()
