@@ -138,6 +138,8 @@ def serve(
     root, names = checked_root(root), tuple(map(checked_host, proxy_hosts))
     listener = bind(host, port)
     address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path, root, bool(names))
+    # Reading a file or rows needs Python's lock for each piece; by default, a thread that computes keeps it for 5 ms.
+    sys.setswitchinterval(0.0005)
     use_one_heap()  # otherwise each thread keeps room for the largest answer that it ever made
     app = create_app(
         store,
@@ -164,8 +166,6 @@ def serve(
     # searching them for cycles after every few hundred took a third of the time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    # A request that reads row by row needs Python's lock for each; by default, another that computes holds it for 5 ms.
-    sys.setswitchinterval(0.001)
     with tempfile.TemporaryDirectory(prefix="fedvitals-ui-") if open_browser else contextlib.nullcontext() as folder:
         threading.Thread(target=tell, name="dashboard-ready", daemon=True).start()
         server.run(sockets=[listener])
