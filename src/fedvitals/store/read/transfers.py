@@ -17,8 +17,10 @@ def bytes_since(reader: Reader, run: str, kind: str, since: int) -> tuple[int, i
 
     Returns the arrival of the newest, the bytes of all kinds, and those of `kind`; None if nothing arrived.
     """
-    # The plus keeps the planner from using the wrong index: new rows are at the end, all rows are under the run.
-    where = "arrival > ? AND +run = ?" if since else "+arrival > ? AND run = ?"
+    # The plus keeps the planner from using the wrong index: new rows are at the end, all rows are under the run. If
+    # there is no other run, a walk without an index takes two thirds of the time.
+    walk = since or reader.database.rows("SELECT COUNT(*) FROM run") == [(1,)]
+    where = "arrival > ? AND +run = ?" if walk else "+arrival > ? AND run = ?"
     ((newest, total, of_kind),) = reader.database.rows(
         # Not grouped by kind, which would sort a million messages.
         "SELECT MAX(arrival), SUM(bytes) FILTER (WHERE bytes > 0), SUM(bytes) FILTER (WHERE kind = "  # noqa: S608 - our own words
