@@ -33,6 +33,19 @@ def test_the_vital_signs_are_read_while_nobody_asks(tmp_path, named):
     assert not cache.warming._thread.is_alive()
 
 
+def test_the_first_request_keeps_what_was_read_ahead(tmp_path):
+    """The first look at a store forgets what was cached of it: it has to come before reading ahead."""
+    with SqliteStore(tmp_path / "runs.db") as store:
+        write_run(store, SIZE)
+    cache = ReaderCache(tmp_path / "runs.db")
+    cache.warming.want()
+    wait_until(lambda: len(read_ahead(cache)) >= 8)
+    before = read_ahead(cache)
+    cache.look()
+    assert read_ahead(cache) >= before
+    cache.close()
+
+
 def test_the_overview_is_read_at_once_and_the_rest_waits_as_long_as_somebody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(warming, "QUIET", 3600.0)
     with SqliteStore(tmp_path / "runs.db") as store:
