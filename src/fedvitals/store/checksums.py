@@ -36,7 +36,7 @@ FOOTER = struct.Struct("<8sIIIII")  # magic, page size, change counter, pages, C
 MAGIC = b"fvsums1\n"
 DATABASE_HEADER = 100
 NEVER_ZERO = np.uint32(1)  # added, so that a page of zeros does not pass for one that was never written
-AT_ONCE = 256  # pages; a megabyte fits into the processor's cache
+AT_ONCE = 256  # pages; two megabytes fit into the processor's cache
 # Bytes of the first page that SQLite changes outside of our transactions: the journal mode and the last writer.
 UNSEALED_BYTES = ((18, 20), (24, 28), (92, 100))
 FILES_OPEN = 64
