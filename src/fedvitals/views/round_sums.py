@@ -22,7 +22,8 @@ def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
         sums = remembered(reader, "round sums", (run, name), sign, lambda: _added_up(reader, run, name))
     if sums is None:
         matrix = metric_matrix(reader, run, name)
-        sums = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
+        totals = np.sum(matrix.values, axis=0, dtype=float, where=~np.isnan(matrix.values))  # without a copy of them
+        sums = dict(zip(matrix.rounds, totals.tolist(), strict=True))
     return sums
 
 
