@@ -105,7 +105,7 @@ _GROUP = re.compile(
 
 def is_client(node: str | None) -> bool:
     """Return whether the node trains: it is not the server, an edge, cluster or ring."""
-    return node is not None and node != "server" and _GROUP.fullmatch(node) is None
+    return node is not None and node != "server" and ("-" not in node or _GROUP.fullmatch(node) is None)
 
 
 def client_name(name: AnyName) -> str:

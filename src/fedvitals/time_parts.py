@@ -74,8 +74,11 @@ def parts_of(span: Span) -> dict[str, float]:
     parts = span.attributes.get("parts")
     if not isinstance(parts, Mapping):
         return {}
-    known = {name: value for name, value in parts.items() if name in WORK or name in REST}
-    return {name: float(v) for name, v in known.items() if isinstance(v, _NUMBER) and 0 <= v <= LONGEST}
+    return {
+        name: float(value)
+        for name, value in parts.items()
+        if (name in WORK or name in REST) and isinstance(value, _NUMBER) and 0 <= value <= LONGEST
+    }
 
 
 def unfold(span: Span) -> list[Span]:

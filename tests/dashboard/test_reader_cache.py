@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -34,6 +35,7 @@ from fedvitals.store.upkeep import retention
 from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
+from fedvitals.views.round_sums import round_sums
 from fedvitals.views.status import DIED, SILENT, state_of
 from support.dashboard_server import TOKEN, WRITE, serve
 from support.held_store import holding
@@ -241,13 +243,14 @@ def test_the_newest_run_is_read_ahead_also_when_it_begins_later(store, caplog, m
     read, failed = [], threading.Event()
     cache = ReaderCache(store)
 
-    def total(_, run):
+    def overview(_, run):
         read.append(run)
         if len(read) == 1:
             failed.set()
             raise RuntimeError("broken")
+        return SimpleNamespace(learning=None, sign=None)
 
-    monkeypatch.setattr(warming, "traffic_total", total)
+    monkeypatch.setattr(warming, "overview", overview)
     cache.warming.asked(None)
     assert failed.wait(PATIENCE)
     with open_store(store) as sink:
@@ -350,17 +353,17 @@ def test_sums_of_rounds_are_the_same_from_the_database_and_from_memory(store):
     with open_reader(store) as reader:
         views_matrix.share(reader, kept)
         assert not kept.holds(reader, "b", "scale.gsc")
-        cold = views_matrix.round_sums(reader, "b", "scale.gsc")
+        cold = round_sums(reader, "b", "scale.gsc")
         assert not kept.holds(reader, "b", "scale.gsc"), "the whole was not needed"
         kept.matrix(reader, "b", "scale.gsc")
-        assert views_matrix.round_sums(reader, "b", "scale.gsc") == pytest.approx(cold, rel=1e-6)
+        assert round_sums(reader, "b", "scale.gsc") == pytest.approx(cold, rel=1e-6)
         assert (len(cold), cold[9]) == (100, pytest.approx(3 * 0.1 * 10))
     with open_store(store) as sink:  # the newer of two, and neither the server's nor NaN
         told = [(3, "c0", 5.0, 9.0), (3, "server", 100.0, 9.0), (4, "c9", float("nan"), 9.0)]
         sink.write([Metric(Where("b", r, n), STARTED + at * 1e6, "scale.gsc", v, "later", i)
                     for i, (r, n, v, at) in enumerate(told)])  # fmt: skip
     with open_reader(store) as reader:
-        found = views_matrix.round_sums(reader, "b", "scale.gsc")
+        found = round_sums(reader, "b", "scale.gsc")
         assert (found[3], found[4]) == (pytest.approx(5.0 + 2 * 0.4), pytest.approx(3 * 0.5))
 
 

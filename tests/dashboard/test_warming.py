@@ -8,6 +8,7 @@ import pytest
 from fedvitals.dashboard import warming
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.store.sqlite import SqliteStore
+from fedvitals.views.overview import overview
 from fedvitals_studies.bench.synthetic import Synthetic, write_run
 from support.waiting import wait_until
 
@@ -32,15 +33,31 @@ def test_the_vital_signs_are_read_while_nobody_asks(tmp_path, named):
     assert not cache.warming._thread.is_alive()
 
 
-def test_it_stands_back_as_long_as_somebody_asks(tmp_path, monkeypatch):
+def test_the_first_request_keeps_what_was_read_ahead(tmp_path):
+    """The first look at a store forgets what was cached of it: it has to come before reading ahead."""
+    with SqliteStore(tmp_path / "runs.db") as store:
+        write_run(store, SIZE)
+    cache = ReaderCache(tmp_path / "runs.db")
+    cache.warming.want()
+    wait_until(lambda: len(read_ahead(cache)) >= 8)
+    before = read_ahead(cache)
+    cache.look()
+    assert read_ahead(cache) >= before
+    cache.close()
+
+
+def test_the_overview_is_read_at_once_and_the_rest_waits_as_long_as_somebody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(warming, "QUIET", 3600.0)
     with SqliteStore(tmp_path / "runs.db") as store:
         write_run(store, SIZE)
     cache = ReaderCache(tmp_path / "runs.db")
     cache.warming.asked(SIZE.run)
-    wait_until(lambda: cache.warming._thread is not None)
+    with cache.reader() as reader:
+        shown = overview(reader, SIZE.run)
+        wanted = {reader.names.number(name) for name in (shown.learning, shown.sign)}
+    wait_until(lambda: read_ahead(cache) == wanted)
     time.sleep(0.2)
-    assert read_ahead(cache) == set()
+    assert read_ahead(cache) == wanted
     monkeypatch.setattr(warming, "QUIET", 0.0)  # its next look
     cache.warming._closed = True
 

@@ -79,6 +79,17 @@ def test_a_flipped_bit_of_a_number_is_refused_and_its_row_is_left_out_by_mending
     assert len(saved) > len(before) / 2
 
 
+def test_pages_have_the_same_checksums_in_any_pieces_and_without_a_call_that_reads_into_a_buffer(path, monkeypatch):
+    file, count = checksums.open_file(path), path.stat().st_size // PAGE
+    whole = checksums.checksums_of(file, PAGE, count + 1)  # one more than there are
+    assert (whole[:count] != checksums.UNKNOWN).any(axis=1).all()
+    assert (whole[count] == checksums.UNKNOWN).all()
+    monkeypatch.setattr(checksums, "AT_ONCE", 3)
+    assert (checksums.checksums_of(file, PAGE, count + 1) == whole).all()
+    monkeypatch.delattr(os, "preadv", raising=False)
+    assert (checksums.checksums_of(file, PAGE, count + 1) == whole).all()
+
+
 def test_checksums_follow_a_log_that_is_folded_in_many_times(path, monkeypatch):
     monkeypatch.setattr(seal, "FOLD_FRAMES", 20)
     with open_store(path) as store:

@@ -41,6 +41,7 @@ def create_app(
     proxy_hosts: tuple[str, ...] = (),
     root: str = "",
     limits: Limits = Limits(),  # noqa: B008 - frozen
+    ahead: bool = False,
 ) -> App:
     """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine.
 
@@ -48,8 +49,11 @@ def create_app(
     may come with or without it.
 
     Only requests with the `token` can change anything; without a token, none can. `private`: reading needs it too.
+    `ahead`: begin to read the store at once, while the routes are imported; else once the app starts.
     """
     cache = ReaderCache(store)
+    if ahead:
+        cache.warming.want()
     live = Live(cache, limits)
 
     @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -137,6 +138,9 @@ def serve(
     root, names = checked_root(root), tuple(map(checked_host, proxy_hosts))
     listener = bind(host, port)
     address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path, root, bool(names))
+    # Reading a file or rows needs Python's lock for each piece; by default, a thread that computes keeps it for 5 ms.
+    sys.setswitchinterval(0.0005)
+    use_one_heap()  # otherwise each thread keeps room for the largest answer that it ever made
     app = create_app(
         store,
         token=address.token,
@@ -145,6 +149,7 @@ def serve(
         proxy_hosts=names,
         root=root,
         limits=limits,
+        ahead=True,
     )
     server = server_of(app, limits)
 
@@ -157,7 +162,6 @@ def serve(
             if folder is not None:
                 open_in_browser(address.url, Path(folder))
 
-    use_one_heap()  # otherwise each answering thread keeps room for the largest answer that it ever made
     # What the imports created stays for good. Pages create a hundred thousand small objects and free them at once:
     # searching them for cycles after every few hundred took a third of the time.
     gc.freeze()

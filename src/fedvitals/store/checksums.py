@@ -27,7 +27,7 @@ from fedvitals.errors import StoreError
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import note_of
 from fedvitals.store.log_file import HEADER, Log, Salts, page_sums, read_log
-from fedvitals.store.positions import read_at
+from fedvitals.store.positions import read_at, read_into
 
 Checksums = npt.NDArray[np.uint32]  # [pages, 2]
 
@@ -36,7 +36,7 @@ FOOTER = struct.Struct("<8sIIIII")  # magic, page size, change counter, pages, C
 MAGIC = b"fvsums1\n"
 DATABASE_HEADER = 100
 NEVER_ZERO = np.uint32(1)  # added, so that a page of zeros does not pass for one that was never written
-AT_ONCE = 64  # pages; half a megabyte fits into the processor's cache
+AT_ONCE = 256  # pages; two megabytes fit into the processor's cache
 # Bytes of the first page that SQLite changes outside of our transactions: the journal mode and the last writer.
 UNSEALED_BYTES = ((18, 20), (24, 28), (92, 100))
 FILES_OPEN = 64
@@ -305,13 +305,14 @@ def open_file(path: Path) -> int:
 def checksums_of(file: int, page_size: int, count: int) -> Checksums:
     """Return the checksums of the first pages of an open file; UNKNOWN for pages that it does not have."""
     sums = np.full((count, 2), UNKNOWN, np.uint32)
+    # Read into one place: a new one for each piece would cost as much as the checksums.
+    words = np.empty((min(AT_ONCE, count), page_size // 4), "<u4")
     for first in range(0, count, AT_ONCE):
-        content = read_at(file, min(AT_ONCE, count - first) * page_size, first * page_size)
-        pages = len(content) // page_size
-        words = np.frombuffer(content, "<u4", pages * page_size // 4).reshape(pages, page_size // 4)
-        sums[first : first + pages] = page_sums(words.astype(np.uint32, copy=False)) + NEVER_ZERO
+        wanted = words[: count - first]
+        pages = read_into(file, wanted, first * page_size) // page_size
+        sums[first : first + pages] = page_sums(wanted[:pages].astype(np.uint32, copy=False)) + NEVER_ZERO
         if not first and pages:
-            sums[0] = checksum_of_first_page(content[:page_size])
+            sums[0] = checksum_of_first_page(wanted[0].tobytes())
     return sums
 
 

@@ -70,7 +70,7 @@ def sums_in(file: int, first: int, heads: Words, page_size: int) -> Words:
     states = np.concatenate((before, heads[:, 4:6])).byteswap()
     steps = page_size // 8 + 1
     step = np.array(_step(steps), np.uint32).reshape(2, 2)
-    sums: Words = states[1:] - states[:-1] @ step.T - heads[:, :2] @ _weights(steps)[:2]
+    sums: Words = states[1:] - states[:-1] @ step.T - heads[:, :2] @ _weights(steps)[:, :2].T
     return sums
 
 
@@ -79,7 +79,9 @@ def page_sums(pages: Words) -> Words:
 
     Every bit of a page counts: of the two weights of a word, neighbouring Fibonacci numbers, at least one is odd.
     """
-    return pages @ _weights(pages.shape[1] // 2)
+    # Products of integers take three times as long with `@`, which does not use the processor's vectors for them.
+    sums: Words = np.einsum("ij,kj->ik", pages, _weights(pages.shape[1] // 2))
+    return sums
 
 
 def _read(file: int, page_size: int) -> Log:
@@ -138,13 +140,13 @@ def _frames(file: int, page_size: int, order: str) -> Iterator[Frame]:
 # contribution of a page is a product of its words with fixed weights.
 @functools.lru_cache(maxsize=8)
 def _weights(steps: int) -> Words:
-    """Return the weight of each word in the two sums: [2 · steps, 2]."""
+    """Return the weight of each word in the two sums: [2, 2 · steps]."""
     weights = np.zeros((steps, 2, 2), np.uint32)
     a, b, c, d = 1, 0, 0, 1
     for i in reversed(range(steps)):
         weights[i] = [[(a + b) & 0xFFFFFFFF, (c + d) & 0xFFFFFFFF], [b, d]]
         a, b, c, d = (value & 0xFFFFFFFF for value in (a + b, a + 2 * b, c + d, c + 2 * d))
-    return weights.reshape(2 * steps, 2)
+    return np.ascontiguousarray(weights.reshape(2 * steps, 2).T)
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 _GATE = threading.Lock()  # the position belongs to the file: without a call that takes one, threads take turns
 
@@ -16,6 +17,16 @@ def read_at(file: int, count: int, position: int) -> bytes:
     with _GATE:
         os.lseek(file, position, os.SEEK_SET)
         return os.read(file, count)
+
+
+def read_into(file: int, buffer: Any, position: int) -> int:
+    """Fill a buffer of bytes or numbers from an open file, starting at a position. Returns how many bytes were read."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [buffer], position)
+    room = memoryview(buffer).cast("B")
+    content = read_at(file, len(room), position)
+    room[: len(content)] = content
+    return len(content)
 
 
 def write_at(file: int, content: bytes, position: int) -> int:

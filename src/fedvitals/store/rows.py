@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fedvitals import plain_json
@@ -216,7 +217,7 @@ def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
             continue
         values = by_name[column.name]
         if column.type == "json":
-            by_name[column.name] = [*map(json.loads, values)]
+            by_name[column.name] = [*map(_from_json, values)]
         elif column.type == "blob":
             by_name[column.name] = [tuple(np.frombuffer(value, "<f4").tolist()) for value in values]
         elif column.type == "real" and not (kind is Transfer and column.name == "seconds"):
@@ -227,6 +228,16 @@ def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
         by_name["nodes"] = [*map(tuple, by_name["nodes"])]
     names = [field.name for field in fields(kind)][1:]  # the first is where
     return [*map(kind, where, *(by_name[name] for name in names))]
+
+
+_FAST_JSON = msgspec.json.Decoder()
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return _FAST_JSON.decode(text)  # in a sixth of the time
+    except msgspec.DecodeError:
+        return json.loads(text)  # what strict JSON has no words for: NaN, infinity, half of a surrogate pair
 
 
 def _suspected(suspects: Sequence[Mapping[str, Any]]) -> tuple[Suspect, ...]:

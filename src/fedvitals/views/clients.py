@@ -21,7 +21,7 @@ from fedvitals.store.read.metrics import values_in_round
 from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import Brief, brief, case_key, cases_of, culprits, failures_by_client, marked
-from fedvitals.views.cohort import Matrix, Whole
+from fedvitals.views.cohort import Flags, Matrix, Whole
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix, rounds_not_finite
 from fedvitals.views.memo import Remembered
@@ -172,13 +172,14 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
 
 def attended(reader: Reader, run: str) -> dict[str, Whole]:
     """Return the rounds of each client, as in `queries.attendance`, from matrices that other pages use too."""
-    rounds_of: dict[str, Whole] = {}
-    for name in ("steps", "update.norm"):
-        matrix = metric_matrix(reader, run, name)
-        rounds = np.asarray(matrix.rounds, np.int64)
-        for node, there in zip(matrix.nodes, matrix.there, strict=True):
-            rounds_of[node] = np.union1d(rounds_of.get(node, rounds[:0]), rounds[there])
-    return rounds_of
+    matrices = [metric_matrix(reader, run, name) for name in ("steps", "update.norm")]
+    rounds = np.union1d(*(np.asarray(matrix.rounds, np.int64) for matrix in matrices))
+    there: dict[str, Flags] = {}
+    for matrix in matrices:
+        columns = np.searchsorted(rounds, np.asarray(matrix.rounds, np.int64))
+        for node, own in zip(matrix.nodes, matrix.there, strict=True):
+            there.setdefault(node, np.zeros(len(rounds), bool))[columns] |= own
+    return {node: rounds[own] for node, own in there.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -77,7 +77,8 @@ def _order(matrix: Matrix, rows: Sequence[str] | None, sort: str) -> list[int]:
     if rows is None:
         chosen = list(range(len(matrix.nodes)))
     else:
-        chosen = [row for row in (matrix.row(name) for name in rows) if row is not None]
+        places = {name: row for row, name in enumerate(matrix.nodes)}
+        chosen = [places[name] for name in rows if name in places]
     if sort == "worst":
         wanted = set(chosen)
         return [int(row) for row in matrix.worst_first() if int(row) in wanted]

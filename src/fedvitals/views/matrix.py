@@ -16,13 +16,12 @@ import numpy as np
 from fedvitals.diagnosis.cases import MODEL_LOST
 from fedvitals.records import is_client
 from fedvitals.store.read import metrics
-from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.queries import rounds_with_findings
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, compact, single
 
-__all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "rounds_not_finite", "share"]
+__all__ = ["Matrices", "Matrix", "is_held", "metric_matrix", "rounds_not_finite", "share"]
 
 BYTES = 256_000_000  # size of the cached matrices
 NEWS = 200_000  # new rows; with more, a walk over all is faster, and takes less memory
@@ -44,35 +43,36 @@ def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     rounds, values, who = array("q"), array("d"), list[Whole]()
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
     for round_index, nodes, packed in metrics.gathered_by_round(reader, run, name, until):
-        if nodes != before[0]:  # usually the same as in the previous round
-            before = nodes, np.array(gathered(nodes), np.int64)
-            if len(np.unique(before[1])) < len(before[1]):  # a node reported twice in one round
+        if nodes != before[0]:  # often the same as in the previous round
+            numbers = gathered(nodes)
+            if len({*numbers}) < len(numbers):  # a node reported twice in one round
                 return _read_newest(reader, run, name, until)
+            before = nodes, np.array(numbers, np.int64)
         rounds.append(round_index)
         who.append(before[1])
         values.frombytes(np.array(gathered(packed), float).tobytes())
     if not rounds:
         return _Held(np.empty(0, np.int64), EMPTY)
-    columns = np.repeat(np.array(rounds, np.int64), [*map(len, who)])
-    return _placed(reader, columns, np.concatenate(who), np.array(values))
+    column = np.repeat(np.arange(len(rounds)), [*map(len, who)])
+    return _placed(reader, np.array(rounds), column, np.concatenate(who), np.array(values))
 
 
 def _read_newest(reader: Reader, run: int, name: int, until: int) -> _Held:
     """Read a metric if the order of reports matters."""
     places, values = metrics.newest_values(reader, run, name, until)
-    return _placed(reader, places[:, 0], places[:, 1], values)
+    rounds, column = np.unique(places[:, 0], return_inverse=True)
+    return _placed(reader, rounds, column, places[:, 1], values)
 
 
-def _placed(reader: Reader, rounds: Whole, nodes: Whole, numbers: Reals) -> _Held:
-    """Return the round, the node and the value of each cell as a matrix."""
-    columns, column = np.unique(rounds, return_inverse=True)
+def _placed(reader: Reader, rounds: Whole, column: Whole, nodes: Whole, numbers: Reals) -> _Held:
+    """Return values as a matrix, given the index of the round and the node of each."""
     present = np.zeros(int(nodes.max()) + 1, bool)  # numbers of names are small: no need to sort a million
     present[nodes] = True
     known, row = np.flatnonzero(present), (np.cumsum(present) - 1)[nodes]
-    values = np.full((len(known), len(columns)), np.nan, np.float32)
+    values = np.full((len(known), len(rounds)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
     values[row, column], there[row, column] = single(numbers), True
-    return _arranged(reader, known, columns, values, there)
+    return _arranged(reader, known, rounds, values, there)
 
 
 def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:
@@ -281,6 +281,12 @@ def share(reader: Reader, matrices: Matrices) -> None:
     _SHARED[reader] = matrices
 
 
+def is_held(reader: Reader, run: str, name: str) -> bool:
+    """Whether `metric_matrix` has the metric without reading all of it."""
+    shared = _SHARED.get(reader)
+    return shared is not None and shared.holds(reader, run, name)
+
+
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     """Return every client's newest value of a metric in each round, cached if the reader shares `Matrices`.
 
@@ -324,33 +330,6 @@ def rounds_not_finite(reader: Reader, run: str, name: str) -> Mapping[str, set[i
         memory[key] = rounds, metrics.rounds_above_zero(reader, run, counted, rounds)
     lost: Mapping[str, set[int]] = memory[key][1]
     return lost
-
-
-def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
-    """Return all clients' values of a metric summed by round, without NaN.
-
-    If the whole metric is not in memory, the database sums it, in a third of the time.
-    """
-    shared = _SHARED.get(reader)
-    sums = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
-    if sums is None:
-        matrix = metric_matrix(reader, run, name)
-        sums = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
-    return sums
-
-
-def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
-    """Return the sums; None if a client reported twice in one round, since only the newer value counts."""
-    number, metric = reader.names.number(run), reader.names.number(name)
-    if number is None or metric is None:
-        return {}
-    others = [node for node, text in nodes_by_number(reader, run).items() if not is_client(text)]
-    if len(others) > SEEKS:
-        return None
-    sums = metrics.sums_by_round(reader, number, metric, others)
-    if any(values != clients for _, _, values, clients in sums):
-        return None
-    return {round_index: 0.0 if total is None else float(total) for round_index, total, _, _ in sums}
 
 
 def memory_of(reader: Reader) -> dict[Any, Any]:

@@ -16,7 +16,7 @@ from fedvitals.stats import Array
 from fedvitals.store.read.metrics import EMPTY_SERIES, series_arrays
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Whole
-from fedvitals.views.matrix import round_sums
+from fedvitals.views.round_sums import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
 
 # In the order of a round; the names used in the profile, and in `bottleneck.*`.

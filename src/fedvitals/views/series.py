@@ -70,7 +70,7 @@ class Band:
 
 def json_numbers(values: npt.ArrayLike) -> Numbers:
     """Return the values for JSON: None for those that are not finite."""
-    return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
+    return [value if math.isfinite(value) else None for value in np.asarray(values, dtype=float).tolist()]
 
 
 def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:

@@ -6,7 +6,8 @@ A page needs it again and again, so only new rows are added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 from fedvitals.analysis.traffic import TELEMETRY
 from fedvitals.store.read.reader import Reader
@@ -22,14 +23,22 @@ class Total:
     telemetry: int  # fedvitals' own
 
 
+@dataclass(slots=True)
+class _Counted:
+    """What has been counted of a run so far: once, for all who ask at the same time."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    until: int = 0  # arrival of the newest message
+    total: Total | None = None
+
+
 def traffic_total(reader: Reader, run: str) -> Total | None:
     """Return the totals; None if no message was recorded. As `Traffic.bytes` and `Traffic.telemetry_bytes`."""
-    memory = memory_of(reader)
-    since, known = memory.get(("traffic", run), (0, None))
-    news = bytes_since(reader, run, TELEMETRY, since)
-    if news is not None:
-        newest, whole, telemetry = news
-        known = known or Total(0, 0)
-        known = Total(known.bytes + whole - telemetry, known.telemetry + telemetry)
-        memory["traffic", run] = newest, known
-    return known if isinstance(known, Total) else None
+    counted: _Counted = memory_of(reader).setdefault(("traffic", run), _Counted())
+    with counted.lock:
+        news = bytes_since(reader, run, TELEMETRY, counted.until)
+        if news is not None:
+            counted.until, whole, telemetry = news
+            known = counted.total or Total(0, 0)
+            counted.total = Total(known.bytes + whole - telemetry, known.telemetry + telemetry)
+        return counted.total

@@ -246,7 +246,7 @@ def series_arrays(
     statements = [
         # One seek for each metric and round; without `run_round` it would be a walk over all nodes. CROSS JOIN, because
         # SQLite keeps its order and would otherwise choose the walk.
-        "SELECT name.text, m.node, m.round, m.value, m.at, m.arrival "  # noqa: S608 - placeholders
+        "SELECT name.text, m.node, m.round, m.arrival, m.value, m.at "  # noqa: S608 - placeholders
         "FROM symbol AS name CROSS JOIN run_round AS r CROSS JOIN metric AS m "
         f"WHERE name.text IN ({placeholders(names)}) AND r.run = ? AND m.run = r.run AND m.name = name.id "
         f"AND m.round = r.round AND {place} AND m.layer IS NULL"
@@ -258,8 +258,15 @@ def series_arrays(
     if not names or not wanted:
         return {}
     columns: dict[tuple[str, int | None], _SeriesColumns] = {}
-    for name, node, *row in reader.database.each_row(" UNION ALL ".join(statements), parameters):
-        columns.setdefault((name, node), _SeriesColumns()).add(*row)
+    key: tuple[str, int | None] | None = None
+    own = _SeriesColumns()
+    rows_found = reader.database.each_row(" UNION ALL ".join(statements), parameters)
+    for name, node, round_index, arrival, value, at in rows_found:
+        if (name, node) != key:
+            key = name, node
+            own = columns.setdefault(key, _SeriesColumns())
+        own.whole.extend((round_index, arrival))
+        own.real.extend((math.nan if value is None else value, -math.inf if at is None else at))
     known = sorted({node for _, node in columns if node is not None})
     node_names: dict[int | None, Node | None] = {None: None, **dict(zip(known, reader.names.texts(known), strict=True))}
     return {(name, node_names[node]): columns.pop((name, node)).newest_by_round() for name, node in [*columns]}
@@ -269,16 +276,13 @@ class _SeriesColumns:
     """A node's values of a metric, as columns: for a long run, rows would take ten times as much memory."""
 
     def __init__(self) -> None:
-        self._whole, self._real = array("q"), array("d")
-
-    def add(self, round_index: int, value: float | None, at: float | None, arrival: int) -> None:
-        self._whole.extend((round_index, arrival))
-        self._real.extend((_measured(value), -math.inf if at is None else at))
+        self.whole = array("q")  # round and arrival of each
+        self.real = array("d")  # value and time of each
 
     def newest_by_round(self) -> SeriesArrays:
         """Return the rounds, ascending, and the newest value of each."""
-        rounds, arrivals = np.frombuffer(self._whole, np.int64).reshape(-1, 2).T
-        values, at = np.frombuffer(self._real).reshape(-1, 2).T
+        rounds, arrivals = np.frombuffer(self.whole, np.int64).reshape(-1, 2).T
+        values, at = np.frombuffer(self.real).reshape(-1, 2).T
         order = np.lexsort((arrivals, at, rounds))
         order = order[np.append(np.diff(rounds[order]) > 0, True)]  # the last of each round
         return rounds[order], values[order]
@@ -351,7 +355,8 @@ def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> Iterat
     """
     gather = reader.database.dialect.gather.format
     return reader.database.each_row(
-        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round", (run, name, up_to)
+        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round ORDER BY m.round",
+        (run, name, up_to),
     )
 
 

@@ -17,16 +17,17 @@ def bytes_since(reader: Reader, run: str, kind: str, since: int) -> tuple[int, i
 
     Returns the arrival of the newest, the bytes of all kinds, and those of `kind`; None if nothing arrived.
     """
-    # The plus keeps the planner from using the wrong index: new rows are at the end, all rows are under the run.
-    where = "arrival > ? AND +run = ?" if since else "+arrival > ? AND run = ?"
-    sizes = "CASE WHEN bytes > 0 THEN bytes ELSE 0 END"
+    # The plus keeps the planner from using the wrong index: new rows are at the end, all rows are under the run. If
+    # there is no other run, a walk without an index takes two thirds of the time.
+    walk = since or reader.database.rows("SELECT COUNT(*) FROM run") == [(1,)]
+    where = "arrival > ? AND +run = ?" if walk else "+arrival > ? AND run = ?"
     ((newest, total, of_kind),) = reader.database.rows(
         # Not grouped by kind, which would sort a million messages.
-        f"SELECT MAX(arrival), SUM({sizes}), SUM(CASE WHEN kind = (SELECT id FROM symbol WHERE text = ?) "  # noqa: S608 - our own words
-        f"THEN {sizes} ELSE 0 END) FROM transfer WHERE {where}",
+        "SELECT MAX(arrival), SUM(bytes) FILTER (WHERE bytes > 0), SUM(bytes) FILTER (WHERE kind = "  # noqa: S608 - our own words
+        f"(SELECT id FROM symbol WHERE text = ?) AND bytes > 0) FROM transfer WHERE {where}",
         (kind, since, reader.names.number(run) or 0),
     )
-    return None if newest is None else (int(newest), int(total), int(of_kind))
+    return None if newest is None else (int(newest), int(total or 0), int(of_kind or 0))
 
 
 def flows_by_round(reader: Reader, run: str, kind: str) -> list[tuple[Any, ...]]:

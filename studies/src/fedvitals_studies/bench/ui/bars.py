@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -105,10 +106,11 @@ def _measure(browser: Any, store: Path, size: Synthetic, quick: bool, tell: Tell
         visits.append(visitor)
         views = _views(visitor, size, tell)
         touched = _interactions(visitor, size, tell)
-        updates = _live(visitor, store, size, 5 if quick else 20, tell)
+        live = 5 if quick else 20
+        updates = _live(visitor, store, size, live, tell)
         visitor.close()
-        memory = _hour(browser, url, store, size, 20 if quick else 300, tell)
-    return _rows(opened, weights, views, touched, updates, memory, visits)
+        memory = _hour(browser, url, store, size, size.rounds + live, 20 if quick else 300, tell)
+    return _rows(opened, weights, views, touched, updates, memory, visits, size.run, tell)
 
 
 def _views(visitor: Visitor, size: Synthetic, tell: Tell) -> dict[str, float]:
@@ -198,12 +200,13 @@ def _shows(number: int) -> str:
     return rf"/(^|\D){number + 1}(\/|round)/.test({facts})"
 
 
-def _hour(browser: Any, url: str, store: Path, size: Synthetic, updates: int, tell: Tell) -> list[float]:
+def _hour(browser: Any, url: str, store: Path, size: Synthetic, first: int, updates: int, tell: Tell) -> list[float]:
     """Return the memory of the overview's process in bytes: before, in the middle and at the end of an hour's updates.
 
-    With rounds of 12 s an hour has 300; here they come as fast as the page looks for news.
+    With rounds of 12 s an hour has 300; here they come as fast as the page looks for news, from the round `first` on,
+    which follows those that are stored: the page's header counts rounds.
     """
-    first, page = size.rounds + 1000, f"/runs/{size.run}"
+    page = f"/runs/{size.run}"
     binary = browser_path() or str(browser.browser_type.executable_path)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -221,14 +224,35 @@ def _hour(browser: Any, url: str, store: Path, size: Synthetic, updates: int, te
                 if i + 1 in (updates // 2, updates):
                     found.append(renderer_bytes())
                     tell(f"after {i + 1} updates: {found[-1] / 1e6:.0f} MB")
-        # The measured page must have been active: its header names the last round.
+        # The measured page must have been active: its header counts the last round.
         late = browser.browser_type.connect_over_cdp(f"http://127.0.0.1:{port}")
         shown = False
         for _ in range(40):
             shown = shown or bool(late.contexts[0].pages[0].evaluate(_shows(first + updates - 1)))
             time.sleep(0 if shown else 0.5)
         late.close()
+    if not shown:
+        tell("the page whose memory was measured did not show the last round")
     return found if shown else [math.nan]
+
+
+def by_endpoint(calls: Sequence[tuple[str, float]], run: str) -> list[Row]:
+    """Return for each endpoint how many calls it answered and how long they took, the slowest 95th percentile first."""
+    known: dict[str, list[float]] = {}
+    for address, milliseconds in calls:
+        path = re.sub(r"/findings/[^/]+", "/findings/KEY", re.sub(r"/rounds/-?\d+", "/rounds/N", address.split("?")[0]))
+        known.setdefault(path.replace(f"/api/runs/{run}", "/api/runs/RUN"), []).append(milliseconds)
+    rows = [
+        {"endpoint": endpoint, "calls": len(times), "median": statistics.median(times), "p95": p95_of(times),
+         "over the bar": sum(time > CALL for time in times)}
+        for endpoint, times in known.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: row["p95"], reverse=True)
+
+
+def p95_of(values: Sequence[float]) -> float:
+    """Return the value that 95 % of the values do not exceed; NaN without values."""
+    return sorted(values)[max(0, math.ceil(0.95 * len(values)) - 1)] if values else math.nan
 
 
 def _rows(
@@ -239,10 +263,19 @@ def _rows(
     updates: Sequence[float],
     memory: Sequence[float],
     visits: Sequence[Visitor],
+    run: str,
+    tell: Tell,
 ) -> list[Row]:
-    calls = sorted(seconds for visitor in visits for _, seconds in visitor.calls)
-    slowest = sorted(((seconds, call) for visitor in visits for call, seconds in visitor.calls), reverse=True)[:12]
-    p95 = calls[max(0, math.ceil(0.95 * len(calls)) - 1)] if calls else math.nan
+    called = [call for visitor in visits for call in visitor.calls]
+    calls = [milliseconds for _, milliseconds in called]
+    slowest = sorted(((milliseconds, call) for call, milliseconds in called), reverse=True)[:12]
+    endpoints = by_endpoint(called, run)
+    for row in endpoints:
+        tell(
+            "{endpoint}: {calls} calls, median {median:.0f} ms, p95 {p95:.0f} ms, {over the bar} over the bar".format(
+                **row
+            )
+        )
     tasks = sorted((duration for visitor in visits for duration in visitor.longest), reverse=True)
     longest = tasks[0] if tasks else 0.0
     strangers = {url for visitor in visits for url in visitor.strangers}
@@ -251,7 +284,8 @@ def _rows(
     rows = [
         _row("first useful paint, overview", max(opened), OVERVIEW, "ms", f"worst of {len(opened)}", opened),
         _row("first useful paint, other views", views[slow], OTHER, "ms", f"slowest: {slow}", views),
-        _row("API calls, p95", p95, CALL, "ms", f"{len(calls)} calls, median {statistics.median(calls):.0f}", slowest),
+        _row("API calls, p95", p95_of(calls), CALL, "ms", f"{len(calls)} calls, median {statistics.median(calls):.0f}",
+             {"by endpoint": endpoints, "slowest": slowest}),
         _row("live: written → drawn", max(updates), LIVE, "ms", f"median {statistics.median(updates):.0f}", updates),
         _row("interaction", touched[fast], INTERACTION, "ms", f"slowest: {fast}", touched),
         _row("main thread blocked", longest, BLOCKED, "ms", f"{len(tasks)} tasks over 50 ms", tasks[:12]),
