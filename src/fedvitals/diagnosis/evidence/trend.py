@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence.attendance import clients_with_few_samples, groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
+from fedvitals.diagnosis.evidence.different_classes import trains_different_classes
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
 from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, INPUT_FAULTS, MULTIPLES
@@ -192,7 +193,10 @@ class EvidenceTrend:
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
             few = clients_with_few_samples(history, round_index)
-            comparable = np.array([node not in few for node in vital_signs.nodes], np.bool_)
+            # Where all differ by their classes, evidence only says what was done to an update known to be altered.
+            apart = trains_different_classes(history, round_index)
+            judged = [node in self.altered_since if apart else node not in few for node in vital_signs.nodes]
+            comparable = np.array(judged, np.bool_)
             self._add_evidence(round_index, rows, self.scores, vital_signs, cohort, comparable)
         self._count_classified(history, round_index, rows, vital_signs)
         self._update_suspected_kinds(vital_signs.nodes, rows, unaltered)
@@ -319,8 +323,9 @@ class EvidenceTrend:
             self._clear_suspicion(node)
             return
         logs = self.views[view].kind_logs(node)
-        if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
-            # Telemetry of a client that sent what it trained supplements what the server sees, without replacing it.
+        if view == "telemetry" and (honest or not len(logs)) and self.model.views["server"].kinds == kinds:
+            # Telemetry of a client that sent what it trained supplements what the server sees, without replacing it. Of
+            # other clients, the fit may not have been measured yet.
             logs = np.concatenate([logs, self.views["server"].kind_logs(node)])
         chances = self.kind_chances[node] = fault_kind_chances(logs, kinds, possible)
         if "label_noise" in chances and honest:
