@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federations whose clients hold one class each: those that share a class are twins, and that is no fault."""
 
+import copy
+
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.diagnosis.abstentions import NOT_JUDGED
 from fedvitals.diagnosis.evidence.different_classes import trains_different_classes
+from fedvitals.diagnosis.evidence.label_counts import clients_with_rare_labels
 from fedvitals.store import MemoryStore
 
 CULPRITS = ("c2", "c5", "c7")
@@ -67,3 +72,34 @@ def test_clients_with_several_classes_are_compared(clients, partition, classes):
 def test_clients_with_one_class_each_are_not(clients, classes):
     history, _ = train(clients, lab.ClassesPerClient(1), classes, rounds=4)
     assert all(trains_different_classes(history, round_index) for round_index in history.rounds())
+
+
+@pytest.mark.thorough
+def test_clients_whose_classes_hardly_anyone_else_has_are_not_accused_of_their_losses():
+    """14 clients of two neighbouring classes of eight: c7, without a twin, was called LABEL_NOISE."""
+    torch.manual_seed(3)
+    centres = 1.2 * torch.randn(8, 24)
+    data = []
+    for client in range(14):
+        labels = (client + torch.randint(0, 2, (60,))) % 8
+        data.append((centres[labels] + torch.randn(60, 24), labels))
+    model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    store = MemoryStore()
+    with fv.Monitor(None, sinks=[store], strict=True) as monitor:
+        for round_index in range(14):
+            trained = []
+            with monitor.round(round_index, model):
+                for client, (x, y) in enumerate(data):
+                    local = copy.deepcopy(model)
+                    optimizer = torch.optim.Adam(local.parameters(), 1e-3)
+                    with monitor.client(f"c{client}", local, data=(x, y), loss=cross_entropy):
+                        for batch in [*torch.arange(60).split(16)] * 2:
+                            optimizer.zero_grad()
+                            cross_entropy(local(x[batch]), y[batch]).backward()
+                            optimizer.step()
+                    trained.append(local.state_dict())
+                mean = {name: sum(state[name] for state in trained) / len(trained) for name in model.state_dict()}
+                model.load_state_dict(mean)
+        findings = monitor.findings()
+    assert clients_with_rare_labels(store.history(monitor.run.id), 13) >= {"c6", "c7"}
+    assert accused(findings) == set()

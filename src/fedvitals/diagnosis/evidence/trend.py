@@ -20,7 +20,11 @@ from fedvitals.diagnosis.evidence.different_classes import trains_different_clas
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
 from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, INPUT_FAULTS, MULTIPLES
-from fedvitals.diagnosis.evidence.label_counts import label_counts, predicts_texts
+from fedvitals.diagnosis.evidence.label_counts import (
+    clients_with_rare_labels,
+    label_counts,
+    predicts_texts,
+)
 from fedvitals.diagnosis.evidence.learning_rates import METRIC as LEARNING_RATE
 from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features, linear_features
@@ -149,6 +153,7 @@ class EvidenceTrend:
         self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
         self._explained: dict[Node, int] = {}  # round in which an exact finding last explained a client's signs
         self._excluded: dict[Node, frozenset[str]] = {}  # kinds ruled out by a client's data and settings of the round
+        self._with_rare_labels: frozenset[Node] = frozenset()
         self.exchanging = False  # whether clients pass models on, so that a fault makes neighbours look faulty
         self.largest = 0.0  # the largest median norm of the clients' updates in any round
 
@@ -189,6 +194,7 @@ class EvidenceTrend:
             if node not in factors
         }
         self._excluded = _excluded_kinds(history, round_index)
+        self._with_rare_labels = clients_with_rare_labels(history, round_index)
         exchanged = self.exchanging = groups_exchange_models(groups_of(history, round_index))
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
@@ -353,6 +359,8 @@ class EvidenceTrend:
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         excluded = self._excluded.get(node, frozenset())
+        if "server" not in fired and node in self._with_rare_labels:
+            excluded |= DATA_FAULTS
         before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
         needed = min(CLEARED * self.limits["server"], CAP)  # no sum is larger
         if honest and not any(before) and self.views["server"].total(node) < needed:
