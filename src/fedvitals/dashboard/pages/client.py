@@ -52,7 +52,7 @@ FACTS = (
     "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "train.residual_mean",
     "train.residual_std", "train.residual_kurtosis", "optimizer.learning_rate", "optimizer.momentum",
     "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max", "data.missing",
-    "data.constant", "data.out_of_range", "data.within_classes", "data.duplicates", "data.length",
+    "data.constant", "data.out_of_range", "data.within_classes", "data.explained", "data.duplicates", "data.length",
     "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
     "memory.growth",
