@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 
 import fedvitals as fv
+from fedvitals import lab
+from fedvitals.store import MemoryStore
 
 CULPRIT = "c5"
 
@@ -89,3 +91,19 @@ def test_they_are_named_in_the_first_round(task, issue, words, privacy):
 def test_healthy_clients_are_not_named(task):
     torch.manual_seed(2)
     assert [finding for finding in train(*task(fault=False), 3) if finding.where.node] == []
+
+
+def test_repeated_samples_that_give_a_client_more_weight_are_one_case():
+    experiment = lab.Experiment(
+        dataset="digits",
+        model=lab.MLP(hidden=(16,)),
+        clients=8,
+        rounds=4,
+        seed=1,
+        local=lab.Local(iterations=5),
+        faults=(lab.dominant_client(nodes=[CULPRIT]),),
+    )
+    with fv.Monitor(None, sinks=[MemoryStore()], strict=True) as monitor:
+        lab.run(experiment, monitor)
+        named = {finding.issue for finding in monitor.findings() if finding.where.node == CULPRIT}
+    assert named == {"DOMINANT_CLIENT"}

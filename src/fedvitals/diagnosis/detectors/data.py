@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from fedvitals.data_change import DataChange
+from fedvitals.diagnosis.detectors.aggregation import dominant_clients
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation
 from fedvitals.diagnosis.evidence.compared_features import TIMES
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
@@ -36,6 +37,10 @@ def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
     for node, suspect in examine_data(history, round_index).suspects.items():
         if node in relations and relations[node].kind not in HARMLESS:
             continue  # the alteration of its updates is known exactly, and worse
+        if suspect.kind == "input_repeated" and node in {
+            dominant.where.node for dominant in dominant_clients(history, round_index)
+        }:
+            continue  # the weight that it gains by them is worse
         compared = FLIP_DEVIATES if suspect.kind == "label_flip" else DEVIATES
         probability = compared if suspect.change is None else CHANGED
         yield finding(

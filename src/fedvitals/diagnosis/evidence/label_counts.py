@@ -7,6 +7,7 @@ matrix, which grows with the clients whose reports the history still holds.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -72,6 +73,15 @@ class LabelCounts:
         if node not in self._entropies and node in self.histograms:
             self._entropies[node] = _entropy(self.histograms[node])
         return self._entropies.get(node, float("nan"))
+
+    def distance_to_others(self, node: Node) -> float:
+        """Return the share of a client's labels that differ from the others' distribution; NaN if it is not known."""
+        row = self._rows.get(node)
+        if row is None or len(self._rows) < 2:
+            return math.nan
+        own, whole = self.counts[row], self.counts.sum(axis=0)
+        shares = own / max(own.sum(), 1.0) - (whole - own) / max((whole - own).sum(), 1.0)
+        return float(np.abs(shares).sum() / 2)
 
     def update(self, events: Sequence[Event]) -> None:
         """Add all reports, as the events of that name, oldest first."""
