@@ -31,7 +31,7 @@ def trains_different_classes(history: History, round_index: int) -> bool:
     statistics = (peer_statistic(history, round_index, name) for name in ("class_entropy", "nearest", "cosine"))
     entropy, nearest, cosine = (median(values.values()) if values else math.nan for values in statistics)
     classes = _classes(history, round_index)
-    few = classes**entropy < min(FEWEST_MOVED, FEWEST_SHARE * classes)
+    few = classes > 1 and entropy * math.log(classes) < math.log(min(FEWEST_MOVED, FEWEST_SHARE * classes))
     return few or (nearest > TWINS and cosine < APART)
 
 
