@@ -39,6 +39,7 @@ _REASONS = (
     "unmeasured",
     "few_clients",
     "few_samples",
+    "different_classes",
 )  # see `diagnosis.abstentions`
 MEASURES: tuple[Measure, ...] = (
     Measure(

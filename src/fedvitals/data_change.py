@@ -99,7 +99,7 @@ def read_sketch(round_index: int, data: Mapping[str, Any]) -> DataSketch | None:
 
 def sketch_from(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     """Return the description in an event's data; raises an error if it is malformed."""
-    names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
+    names = ("mean", "std", "std_error", "min", "max", "missing", "explained", "constant", "duplicates", "length")
     scalars = {name: float(data[name]) for name in names if name in data}
     samples, checksums = int(data["samples"]), (data.get("inputs"), data.get("labels"))
     if not 0 <= samples <= MOST_SAMPLES or not all(known is None or type(known) is int for known in checksums):

@@ -218,6 +218,14 @@ def _data_measures() -> tuple[Measure, ...]:
             needs=f"{needs}; at least two classes of 4 samples",
             rare=True,
         ),
+        Measure(
+            "data.explained",
+            "share",
+            "Variance of numeric targets that a linear regression on the inputs explains: 0 if they are unrelated.",
+            "1 − (RSS / (n − d − 1)) / (TSS / (n − 1)), d the dimensions of a random projection of the inputs",
+            needs=f"{needs}; targets that are numbers or several labels each; at least 40 samples, and 4 (d + 1)",
+            rare=True,
+        ),
         Measure("data.duplicates", "share", "Samples that equal an earlier one.", needs=needs),
         Measure("data.length", "tokens", "Tokens of a sample other than 0, on average.", needs=f"{needs}; tokens"),
     )

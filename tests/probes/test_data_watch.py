@@ -120,3 +120,15 @@ def test_augmented_data_are_looked_at_less_and_less():
     state = torch.get_rng_state()
     DataWatch().look("c0", data)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_value_in_a_thousand_samples_of_a_new_tensor_is_noticed():
+    """Eight samples are compared, and of these none has changed."""
+    x, y, watch = torch.randn(1000, 6), torch.randint(0, 3, (1000,)), DataWatch()
+    assert watch.look("c0", (x, y)) is not None
+    assert watch.look("c0", (x.clone(), y.clone())) is None
+    broken = x.clone()
+    broken[1, 2] = torch.nan
+    report = watch.look("c0", (broken, y.clone()))
+    assert report is not None
+    assert report[0]["data.missing"] > 0

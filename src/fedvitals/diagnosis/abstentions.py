@@ -18,6 +18,7 @@ from fedvitals.diagnosis.evidence.attendance import (
     clients_with_few_samples,
     events_in,
 )
+from fedvitals.diagnosis.evidence.different_classes import trains_different_classes
 from fedvitals.diagnosis.evidence.own_past import compared_with_own_past
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
@@ -36,6 +37,8 @@ NOT_JUDGED = {
     "unmeasured": "neither the directions of updates nor training were measured",
     "few_samples": "they train on less than a tenth of the usual number of samples, after which an update says little, "
     "and too little is known yet of their own past",
+    "different_classes": "most clients train on hardly more than one class, so that updates differ for that reason, "
+    "and too little is known yet of the clients' own past",
     "few_clients": f"fewer than {FEWEST} clients took part, too few to compare one with the others, and too little "
     "is known yet of their own past",
 }
@@ -72,7 +75,7 @@ def abstentions(history: History, round_index: int) -> list[Abstention]:
     seen = [node for node in clients if node not in failed.union(unseen)]
     if not seen:
         return stated
-    rule = "transformed" if transformation(history, round_index) else "few_clients" if len(clients) < FEWEST else None
+    rule = _uncomparable(history, round_index, len(clients))
     if rule is not None:
         own = compared_with_own_past(history, round_index)
         others = tuple(node for node in seen if node not in own)
@@ -83,6 +86,15 @@ def abstentions(history: History, round_index: int) -> list[Abstention]:
     few -= compared_with_own_past(history, round_index) if few else frozenset()
     small = tuple(node for node in seen if node in few)
     return [*stated, Abstention("few_samples", small)] if small else stated
+
+
+def _uncomparable(history: History, round_index: int, clients: int) -> str | None:
+    """Return the rule by which the updates of a round cannot be compared with each other; None if they can."""
+    if transformation(history, round_index):
+        return "transformed"
+    if clients < FEWEST:
+        return "few_clients"
+    return "different_classes" if trains_different_classes(history, round_index) else None
 
 
 def _is_masked(history: History) -> bool:

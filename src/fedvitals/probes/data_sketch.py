@@ -32,6 +32,8 @@ DIMENSIONS = 16  # of a projection, and as many for the patches of an image
 FILTERS, PATCH, STRIDE, GRID = 16, 5, 2, 3  # of these patches; pixels; fields along each side of an image
 SMALLEST_IMAGE = 2 * GRID + PATCH - 1  # pixels along each side; below 16, patches are taken at every pixel
 FEWEST_ROWS, MOST_ROWS = 32, 256  # samples, from which quartiles are computed
+MOST_TARGETS = 64  # numbers to predict of each sample
+ENOUGH, PER_DIMENSION = 40, 4  # samples, and for each direction, for a regression
 OUT_OF_RANGE = 10.0  # times the distance between a column's quartiles, beyond these
 FEWEST_OF_CLASS = 4  # samples; a mean of fewer would reveal single samples
 MOST_CLASSES = 64  # the most frequent ones
@@ -76,6 +78,9 @@ def describe(x: samples.Inputs, y: Tensor | None, total: int) -> DataDescription
     about = {"samples": total, "features": int(flat.shape[1]), "tokens": tokens, "labelled": labelled, **scalars}
     checks = {"inputs": checksum(flat), "labels": 0 if y is None else checksum(y)}
     own = _sketch(projected, classes)
+    explained = None if labelled or y is None else _explained(projected, y)
+    if explained is not None:
+        metrics["data.explained"] = about["explained"] = explained
     if len(own["classes"]) > 1:
         metrics["data.within_classes"] = own["within_classes"]
     if quartiles is not None:
@@ -204,6 +209,26 @@ def _spread_error(flat: Tensor) -> float:
 def _token_metrics(flat: Tensor) -> dict[str, float]:
     lengths = (flat != 0).sum(1).double()
     return {"data.length": float(lengths.mean()), "data.duplicates": _duplicates(flat)}
+
+
+def _explained(projected: Array, y: Tensor) -> float | None:
+    """Return the share of the variance of numeric targets [n] or [n, targets] that a linear regression explains.
+
+    Adjusted for the number of directions, so that it is 0 on average for targets that have nothing to do with the
+    inputs. None of other targets, and of too few samples.
+    """
+    count, dimensions = projected.shape
+    if y.dim() not in (1, 2) or y[0].numel() > MOST_TARGETS or count < max(ENOUGH, PER_DIMENSION * (dimensions + 1)):
+        return None
+    targets = y.detach().double().cpu().numpy().reshape(count, -1)
+    centred = targets - targets.mean(axis=0)
+    total = float((centred**2).sum())
+    if not math.isfinite(total) or total <= 0:
+        return None
+    inputs = np.column_stack([np.ones(count), projected])
+    residuals: Array = centred - inputs @ np.linalg.lstsq(inputs, centred, rcond=None)[0]
+    unexplained = float((residuals**2).sum()) / total
+    return float(1 - unexplained * (count - 1) / (count - dimensions - 1))
 
 
 def _duplicates(flat: Tensor) -> float:

@@ -22,7 +22,7 @@ from fedvitals.probes.data_sketch import DIGITS, DataDescription, checksum, desc
 from fedvitals.probes.fit import labels_of, labels_tensor
 
 MOST_OF_ARRAYS, MOST_OF_OTHERS = 1024, 128  # samples described: of tensors, and of data that are read one by one
-MOST_NUMBERS = 1 << 20  # of tensors, unless that allows fewer samples than for other data
+MOST_NUMBERS = 1 << 20  # of tensors, unless that allows fewer samples than for other data; also of those summed
 CHECKED = 8  # samples compared to detect a change of the data
 CHECK_ROUNDS = 5  # participations between two checks of data that must be read sample by sample
 LONGEST_WAIT = 40  # the same if the data differ at each check, as augmented ones do
@@ -60,7 +60,8 @@ class DataWatch:
     def look(self, node: str, data: Any) -> _Report | None:
         """Return metrics, and an event's name, message and data, if a client's data are new; None if they are not.
 
-        Tensors are compared in every round, at almost no cost if they are the same objects; data that must be read
+        Tensors are compared in every round, at almost no cost if they are the same objects, otherwise by all labels, a
+        few samples and, unless they are large, the sum of all inputs, which any NaN makes NaN; data that must be read
         sample by sample, only every few participations, and less often the more often they differ.
         """
         known = self._known.setdefault(node, _KnownData())
@@ -136,7 +137,8 @@ class DataWatch:
         known.tensors, known.versions, known.rows = tuple(map(weakref.ref, arrays)), versions, own.rows
         few, _ = own.at(samples.spread_indices(len(own), CHECKED, 0))
         labels = own.labels()
-        if self._is_unchanged(known, _checksum_of((few, labels))):
+        sums = own.x.sum() if own.rows is None and own.x.numel() <= MOST_NUMBERS else few.sum()
+        if self._is_unchanged(known, zlib.crc32(checksum(sums).to_bytes(4, "big"), _checksum_of((few, labels)))):
             return None
         return _report(known, _describe_tensors(own), labels_of((few, labels)))
 

@@ -65,7 +65,18 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
 }
 
 DATA_SCALARS = (
-    *("mean", "std", "std_error", "missing", "constant", "duplicates", "length", "out_of_range", "within_classes"),
+    *(
+        "mean",
+        "std",
+        "std_error",
+        "missing",
+        "constant",
+        "duplicates",
+        "length",
+        "out_of_range",
+        "within_classes",
+        "explained",
+    ),
 )
 # The fields of an event that remain without its words. Only our own code can write these keys: see `logs`, `timing`.
 LEFT: Mapping[str, tuple[str, ...]] = {

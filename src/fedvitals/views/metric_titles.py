@@ -87,6 +87,7 @@ TITLES = {
     "data.constant": "constant features",
     "data.out_of_range": "inputs out of range",
     "data.within_classes": "spread within classes",
+    "data.explained": "targets explained by inputs",
     "data.duplicates": "duplicate samples",
     "data.length": "tokens in a sample",
     "time.round": "round time",

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import fedvitals as fv
+from fedvitals.diagnosis.detectors.against_cohort import _places
+from fedvitals.store import MemoryStore
 
 
 def federate(factor, rounds=10, rate=0.1, steps=5):
@@ -97,3 +99,34 @@ def test_labels_that_were_inverted_from_the_start_are_found_where_there_is_no_ac
         found = monitor.findings()
     assert {(finding.issue, finding.where.node) for finding in found} == {("LABEL_NOISE", "c2")}
     assert "points against those of all others" in found[0].message
+
+
+def test_a_client_with_classes_of_its_own_pulls_against_the_others_for_that_reason():
+    """It was said to have wrong labels since its first round, because they had never changed."""
+    torch.manual_seed(0)
+    centres, model = 0.3 * torch.randn(8, 20), nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 8))
+    data = []
+    for index in range(5):
+        labels = torch.randint(0, 4, (120,)) + (0 if index == 1 else 4)
+        data.append((centres[labels] + torch.randn(120, 20), labels))
+    store = MemoryStore()
+    with fv.Monitor(None, machine=False, strict=True, sinks=[store]) as monitor:
+        for number in range(6):
+            locals_ = []
+            with monitor.round(number, model):
+                for index, (x, y) in enumerate(data):
+                    local = copy.deepcopy(model)
+                    optimizer = torch.optim.SGD(local.parameters(), 0.05)
+                    with monitor.client(f"c{index}", local, data=(x, y), loss=nn.functional.cross_entropy):
+                        for _ in range(5):
+                            optimizer.zero_grad()
+                            nn.functional.cross_entropy(local(x), y).backward()
+                            optimizer.step()
+                    locals_.append(local)
+                with torch.no_grad():
+                    for shared, *own in zip(*(m.parameters() for m in (model, *locals_)), strict=True):
+                        shared.copy_(torch.stack(own).mean(0))
+        found = monitor.findings()
+    history = store.history(monitor.run.id)
+    assert _places(history, 5)["c1"].is_reversed
+    assert [finding for finding in found if finding.where.node and finding.issue == "LABEL_NOISE"] == []

@@ -37,6 +37,14 @@ def median_by_sign(values: np.ndarray) -> np.ndarray:
     return middle
 
 
+def of_enough_clients(values: np.ndarray) -> np.ndarray:
+    kept = values.copy()
+    for j in range(values.shape[1]):
+        if sum(math.isfinite(value) for value in values[:, j]) < FEWEST:
+            kept[:, j] = np.nan
+    return kept
+
+
 class SlowScorer(Scorer):
     """The slow twin: a client's past is an object of its own, and medians are NumPy's."""
 
@@ -49,6 +57,7 @@ class SlowScorer(Scorer):
         values, earlier = vitals.values.copy(), np.zeros(vitals.values.shape, bool)
         for i, client in enumerate(past):
             self.slow_fit(values[i], earlier[i], client)
+        values = of_enough_clients(values)
         residual = self._corrected(values - median_by_sign(values), [vitals.size, vitals.diversity])
         peers = fast._normalised(residual)
         peers[earlier], residual[earlier] = 0.0, np.nan
@@ -94,8 +103,7 @@ class SlowScorer(Scorer):
             there = np.isfinite(row)
             client.residual = np.where(there, OWN * client.residual + np.nan_to_num(row), client.residual)
             client.weight = np.where(there, OWN * client.weight + 1, client.weight)
-        if np.isfinite(change).any(axis=1).sum() < FEWEST:
-            return np.zeros_like(residual)
+        change = of_enough_clients(change)
         return fast._normalised(change - median_by_sign(change))
 
 
@@ -125,6 +133,24 @@ def test_they_are_those_of_the_slow_twin(present: int) -> None:
             assert expected is not None
             for name in ("peers", "own", "lasting", "counts", "persistent", "rare", "unmeasured"):
                 np.testing.assert_array_equal(getattr(scores, name), getattr(expected, name), err_msg=name)
+
+
+def test_a_sign_that_only_three_of_six_clients_have_says_nothing() -> None:
+    scorer, chance = Scorer(), np.random.default_rng(2)
+    rare, common = SIGNS.index("bias"), SIGNS.index("norm")
+    for _ in range(3):
+        values = chance.normal(size=(6, len(SIGNS)))
+        values[0, [rare, common]] = 50.0
+        values[3:, rare] = np.nan
+        nothing = np.full(6, np.nan)
+        signs = VitalSigns([f"c{i}" for i in range(6)], values, nothing, nothing, np.zeros((6, 1)), np.zeros((6, 2)))
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scores = scorer(signs)
+        assert scores is not None
+        assert not scores.peers[:, rare].any()
+        assert not scores.lasting[:, rare].any()
+        assert scores.peers[0, common] > 3
 
 
 def test_what_is_kept_does_not_grow_with_the_clients_ever_seen() -> None:

@@ -54,7 +54,7 @@ FACTS = (
     "train.loss_rare", "train.loss_short", "train.loss_long", "train.residual_mean",
     "train.residual_std", "train.residual_kurtosis", "optimizer.learning_rate", "optimizer.momentum",
     "optimizer.weight_decay", "batch.size", "data.mean", "data.std", "data.min", "data.max", "data.missing",
-    "data.constant", "data.out_of_range", "data.within_classes", "data.duplicates", "data.length",
+    "data.constant", "data.out_of_range", "data.within_classes", "data.explained", "data.duplicates", "data.length",
     "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
     "memory.growth",

@@ -22,7 +22,7 @@ from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
-from fedvitals.diagnosis.evidence.label_counts import predicts_texts
+from fedvitals.diagnosis.evidence.label_counts import label_counts, predicts_texts
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
@@ -35,6 +35,7 @@ REVERSED = -0.4  # cosine to the others, up to which an update points the other 
 AGREEING = 0.2  # cosine of each of the others, above which they agree
 SCALED = 4.0  # times its own usual size among the others
 SIMILAR = 3.0  # ratio of the largest to the smallest of the others
+OTHER_LABELS = 0.5  # share of a client's labels that differ from the others': it pulls towards classes of its own
 PAST = 2  # earlier rounds of a client that establish its usual size
 
 
@@ -82,7 +83,13 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
         issue, kind = oddity.trained_as if by_training else ("BYZANTINE", oddity.kind)
         if issue == "LABEL_NOISE" and (
             predicts_texts(history, round_index)
-            or (data.labels_unchanged_since(node, oddity.since) and _agreed_before(history, node, oddity.since))
+            or (
+                data.labels_unchanged_since(node, oddity.since)
+                and (
+                    _agreed_before(history, node, oddity.since)
+                    or label_counts(history, round_index).distance_to_others(node) > OTHER_LABELS
+                )
+            )
         ):
             continue  # it trains as before, on other data than the others
         yield finding(

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
 from fedvitals.data_change import DataChange
+from fedvitals.diagnosis.detectors.aggregation import dominant_clients
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation
 from fedvitals.diagnosis.evidence.compared_features import TIMES
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
@@ -21,19 +22,25 @@ from fedvitals.records import Finding, Suspect
 CHANGED, DEVIATES = 0.97, 0.93  # probability of a fault: by a change, and by comparison with peers
 FLIP_DEVIATES = 0.85  # the same for a flipped class: 51 of 53 clients of `tune-wide` named this way have one
 NAMED = 0.95  # probability that the kind of fault is the one named
-NAMED_BLINDLY = 0.7  # the same where only checksums show that labels changed: of masks, numbers, or several labels each
+# The same where only checksums show that labels changed (of masks, numbers, or several labels each), or where targets
+# have nothing to do with the inputs, either of which may be wrong.
+NAMED_BLINDLY = 0.7
 SAME = 0.02  # relative difference of a spread, up to which a feature was moved, and not multiplied
 WORSE = 1.15  # times the others' loss, above which a group is badly served
 
 
 def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
-    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE, MISSING_VALUES, UNUSUAL_CLIENT (features that do not vary): a
-    client whose samples differ from its peers', or changed, in a way that such a fault explains.
+    """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE, MISSING_VALUES, UNUSUAL_CLIENT (features that do not vary,
+    samples that are repeated): a client whose samples differ from its peers', or changed, as such a fault explains.
     """
     relations = exact_relations(history, round_index)
     for node, suspect in examine_data(history, round_index).suspects.items():
         if node in relations and relations[node].kind not in HARMLESS:
             continue  # the alteration of its updates is known exactly, and worse
+        if suspect.kind == "input_repeated" and node in {
+            dominant.where.node for dominant in dominant_clients(history, round_index)
+        }:
+            continue  # the weight that it gains by them is worse
         compared = FLIP_DEVIATES if suspect.kind == "label_flip" else DEVIATES
         probability = compared if suspect.change is None else CHANGED
         yield finding(
@@ -80,10 +87,20 @@ def _in_words(node: Node, suspect: DataSuspect) -> str:
     if suspect.kind == "input_constant" and (change is None or change.kind == "inputs"):
         share = f"{100 * scalars['constant']:.0f} % of the features of {node}"
         return f"{share} always have the same value, {compared}: a dead sensor, or a column that nobody fills."
+    if suspect.kind == "input_repeated":
+        share = f"{100 * scalars['duplicates']:.0f} % of the samples of {node}"
+        return f"{share} repeat others of its own, far more than of the other clients."
+    if suspect.has_unrelated_targets:
+        return f"What {node} is to predict has nothing to do with its inputs: {_explained_in_words(scalars)}."
     if change is not None and change.kind != "inputs":
         return f"Since round {suspect.since}, {_change_in_words(node, change)}."
     since = "" if change is None else f" This is so since round {suspect.since}."
     return f"{_deviation_in_words(node, suspect.kind, suspect.deviation)}.{since}"
+
+
+def _explained_in_words(scalars: Mapping[str, float]) -> str:
+    share = 100 * max(0.0, scalars["explained"])
+    return f"a linear regression explains {share:.0f} % of it, and of every other client's far more"
 
 
 def _features_in_words(features: Collection[int]) -> str:
@@ -152,13 +169,15 @@ def _deviation_in_words(node: Node, kind: str, deviation: DataDeviation | None) 
 
 def _numbers(suspect: DataSuspect) -> list[Number]:
     change, deviation, spread = suspect.change, suspect.deviation, suspect.sketch.spread
+    if suspect.has_unrelated_targets:
+        return [Number("data.explained", suspect.sketch.scalars["explained"])]
     if suspect.kind.startswith("label"):
         if change is not None:
             return [Number("labels changed, at least", change.moved, 0.0, of="own past")]
         wrong = math.nan if deviation is None else deviation.share if suspect.kind == "label_flip" else deviation.rate
         return [Number("share of wrong labels", wrong, 0.0)]
-    if suspect.kind in ("input_constant", "input_missing"):
-        name = suspect.kind.removeprefix("input_")
+    if suspect.kind in ("input_constant", "input_missing", "input_repeated"):
+        name = suspect.kind.removeprefix("input_").replace("repeated", "duplicates")
         return [Number(f"data.{name}", suspect.sketch.scalars.get(name, math.nan))]
     ratio = change.moved if change is not None else deviation.spread_ratio if deviation is not None else math.nan
     usual = spread / ratio if ratio > 0 else None
@@ -169,9 +188,10 @@ def _numbers(suspect: DataSuspect) -> list[Number]:
 def _causes(suspect: DataSuspect) -> list[list[object]]:
     families = {"label": ("label_noise", "label_flip"), "input": ("input_noise", "input_scale")}
     family = next(kinds for prefix, kinds in families.items() if suspect.kind.startswith(prefix))
+    family = ("label_noise", "input_noise") if suspect.has_unrelated_targets else family
     others = [kind for kind in family if kind != suspect.kind]
     unknown = suspect.kind == "label_noise" and suspect.change is not None and math.isnan(suspect.change.moved)
-    named = NAMED_BLINDLY if unknown else NAMED
+    named = NAMED_BLINDLY if unknown or suspect.has_unrelated_targets else NAMED
     return [[suspect.kind, named], *([kind, round((1 - named) / len(others), 3)] for kind in others)]
 
 

@@ -58,6 +58,9 @@ SIGNS = (
 # Median entropy of the squared changes of the head's rows, as a share of the largest: below it, most clients have few
 # classes only. Two of ten give 0.6, Dirichlet 0.1 0.58 to 0.76, Dirichlet 0.5 from 0.76 on.
 MIXED = 0.75
+FEWEST_LABELS = (
+    2.5  # effective number of labels that the median client reports; Dirichlet 0.1 gives about 2, 0.3 about 4
+)
 MOST = 0.4  # of the clients: more are a population of their own
 FEWEST = 4  # clients: fewer have no majority to compare with
 STREAK = 4  # consecutive participations in which a client stands out
@@ -128,12 +131,19 @@ def _teaching_same_class(history: History, round_index: int, nodes: Collection[N
     return {node for same in by_label.values() if len(same) > 1 for node in same}
 
 
+def _has_few_labels(history: History, round_index: int) -> bool:
+    """Return whether most clients report hardly more than two labels: with Adam, all rows of the head move anyway."""
+    labels = label_counts(history, round_index)
+    reported = [labels.entropy(node) for node in labels.nodes]
+    return bool(reported) and math.exp(median(reported)) < FEWEST_LABELS
+
+
 @shared
 def _outstanding(history: History, round_index: int) -> Mapping[Node, _Sign]:
     """Return the clients that stand out in a round, with the sign that shows it."""
     outliers: dict[Node, _Sign] = {}
     entropies = peer_statistic(history, round_index, "class_entropy")
-    if not entropies or median(entropies.values()) < MIXED:
+    if not entropies or median(entropies.values()) < MIXED or _has_few_labels(history, round_index):
         return outliers
     for sign in SIGNS:
         values = history.latest(sign.name, round_index)

@@ -10,6 +10,7 @@ _KINDS = {
     "input_scale": ("INPUT_SCALE", "inputs on another scale"),
     "input_constant": ("UNUSUAL_CLIENT", "features that do not vary"),
     "input_missing": ("MISSING_VALUES", "missing inputs"),
+    "input_repeated": ("UNUSUAL_CLIENT", "repeated samples"),
     "wrong_learning_rate": ("WRONG_LEARNING_RATE", "a learning rate of its own"),
     "stale_update": ("STALE_UPDATE", "an update from an old model"),
     "free_rider": ("FREE_RIDER", "the server's last step, sent again"),
@@ -32,7 +33,7 @@ DATA_FAULTS = INPUT_FAULTS | {"label_noise", "label_flip"}
 FAMILY_OF = {
     **dict.fromkeys(_KINDS, "update"),
     **dict.fromkeys(("label_noise", "label_flip"), "labels"),
-    **dict.fromkeys((*INPUT_FAULTS, "input_constant", "input_missing"), "inputs"),
+    **dict.fromkeys((*INPUT_FAULTS, "input_constant", "input_missing", "input_repeated"), "inputs"),
     "wrong_learning_rate": "training",
 }
 MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly if sums can be compared

@@ -31,8 +31,8 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
 WHOLE = 3  # smallest group that is accused as a whole
-SURE, LIKELY = 0.9, 0.6  # probabilities of a critical finding (if the model is lost) and a warning; below, a note
-LIKELY_EXCHANGING = 0.8  # probability of a warning in rings and under edges, where neighbours look alike
+SURE, LIKELY = 0.9, 0.6  # probabilities of a critical finding (if the model is lost), and of any
+LIKELY_EXCHANGING = 0.8  # the latter in rings and under edges, where neighbours look alike
 CERTAIN = 0.99  # for a violated equality: telemetry itself may be broken
 LEARNT = 0.35  # accuracy of the received model below which wrong labels cannot be seen
 UNLIKE = 4.0  # score of a client that counts as different, whether or not that is a fault
@@ -74,7 +74,8 @@ class FaultyClientLocator:
                 )
                 lost = node == deciding and accusation.confidence > SURE
                 findings.append(replace(accusation, severity="critical") if lost else accusation)
-        yield from merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
+        accusations = merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
+        yield from (accusation for accusation in accusations if accusation.confidence >= likely_limit(trend))
 
     def trend_up_to(self, history: History, round_index: int) -> EvidenceTrend:
         """Return the evidence up to this round.
@@ -98,8 +99,7 @@ def _is_by_updates_alone(trend: EvidenceTrend, node: Node) -> bool:
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:
     """Return the finding about a client that did not send what it trained, without a known exact relation.
 
-    This much is certain, but honest clients do it too: they send their best checkpoint, or add noise for privacy. So it
-    is critical only if the updates themselves also accuse the client.
+    This much is certain, but honest clients do it too: they send their best checkpoint, or add noise for privacy.
     """
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     since = trend.altered_since[node]
@@ -110,8 +110,7 @@ def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -
         Number("sent against trained", distance, 0.0, of="limit"),
         *_outlying_signs(trend, index, telemetry=False)[:3],
     ]
-    altered = _client_finding(trend, node, text, CERTAIN, since, numbers, {"views": ["exact"]})
-    return altered if trend.views["server"].is_accused(node) else replace(altered, severity="warning")
+    return _client_finding(trend, node, text, CERTAIN, since, numbers, {"views": ["exact"]})
 
 
 def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
@@ -153,7 +152,7 @@ def _client_finding(
         confidence=probability,
         since=since,
         node=node,
-        severity="warning" if probability >= likely_limit(trend) else "note",
+        severity="warning",
         numbers=numbers,
         suspects=[Suspect(node, probability, WORDS[kind])],
         more={"verdict": "faulty", "causes": [[name, round(chances[name], 3)] for name in order], **extra_evidence},
@@ -161,7 +160,7 @@ def _client_finding(
 
 
 def likely_limit(trend: EvidenceTrend) -> float:
-    """Return the probability above which an accusation by evidence is a warning."""
+    """Return the probability from which evidence accuses a client: below it, nothing is said, shown or corrected."""
     return LIKELY_EXCHANGING if trend.exchanging else LIKELY
 
 

@@ -7,6 +7,7 @@ matrix, which grows with the clients whose reports the history still holds.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,7 @@ from fedvitals.records import Event, is_client
 from fedvitals.stats import Array
 
 FEWEST_REPORTS = 3  # clients that report labels, for one of them to be left out
+FEWEST_HOLDERS = 3  # other clients with samples of a label, for losses on it to be compared
 _FEWEST_ROWS = 16
 MOST_LABELS = 20_000  # known ones, from which those that no client names any more are dropped
 
@@ -71,6 +73,15 @@ class LabelCounts:
         if node not in self._entropies and node in self.histograms:
             self._entropies[node] = _entropy(self.histograms[node])
         return self._entropies.get(node, float("nan"))
+
+    def distance_to_others(self, node: Node) -> float:
+        """Return the share of a client's labels that differ from the others' distribution; NaN if it is not known."""
+        row = self._rows.get(node)
+        if row is None or len(self._rows) < 2:
+            return math.nan
+        own, whole = self.counts[row], self.counts.sum(axis=0)
+        shares = own / max(own.sum(), 1.0) - (whole - own) / max((whole - own).sum(), 1.0)
+        return float(np.abs(shares).sum() / 2)
 
     def update(self, events: Sequence[Event]) -> None:
         """Add all reports, as the events of that name, oldest first."""
@@ -144,6 +155,20 @@ def label_counts(history: History, round_index: int) -> LabelCounts:
     counts = state_of(history, LabelCounts)
     counts.update([event for event in history.events("labels") if (event.where.round or 0) <= round_index])
     return counts
+
+
+@shared
+def clients_with_rare_labels(history: History, round_index: int) -> frozenset[Node]:
+    """Return the clients most of whose samples have labels that fewer than three others have.
+
+    A model fits such labels later than others, so losses on them do not tell wrong labels from rare ones.
+    """
+    labels = label_counts(history, round_index)
+    counts = labels.counts
+    held = counts > 0
+    rare = held.sum(axis=0) - held < FEWEST_HOLDERS  # [clients, labels]: the others that hold it
+    alone = 2 * (counts * rare).sum(axis=1) > counts.sum(axis=1)
+    return frozenset(node for node, own in zip(labels.nodes, alone.tolist(), strict=True) if own)
 
 
 def _entropy(histogram: Mapping[str, int]) -> float:

@@ -26,7 +26,7 @@ from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
-FEWEST = 4  # clients in a round; below this a median says nothing about a client
+FEWEST = 4  # clients in a round, and of these with a sign; below this a median says nothing about a client
 CLIP = 8.0
 OWN, LASTING = 0.8, 0.7  # how much of a client's past carries over to the next participation
 _RIDGE = 0.5
@@ -82,6 +82,7 @@ class Scorer:
             return None
         rows = self._clients.rows_of(vitals.nodes)
         values, earlier = self._with_newest_fit(vitals.values, rows)
+        values = _of_enough(values)
         residual = self._corrected(values - _median_by_sign(values), [vitals.size, vitals.diversity])
         peers = np.where(earlier, 0.0, _normalised(residual))
         residual = np.where(earlier, np.nan, residual)
@@ -125,8 +126,7 @@ class Scorer:
         there = np.isfinite(residual)
         self._residual.values[rows] = np.where(there, OWN * before + np.nan_to_num(residual), before)
         self._weight.values[rows] = np.where(there, OWN * weight + 1, weight)
-        if np.isfinite(change).any(axis=1).sum() < FEWEST:
-            return np.zeros_like(residual)
+        change = _of_enough(change)
         return _normalised(change - _median_by_sign(change))
 
     def _lasting_scores(self, peers: Array, rows: Rows, earlier: npt.NDArray[np.bool_]) -> Array:
@@ -145,6 +145,11 @@ class Scorer:
         counts, others = Counter(confused), max(1, int(known.sum()) - 1)
         rare = [0.0 if pair is None else 1 - (counts[pair] - 1) / others for pair in confused]
         return persistent, np.array(rare)
+
+
+def _of_enough(values: Array) -> Array:
+    """Return the values without the signs that fewer than `FEWEST` clients have, which count as missing."""
+    return np.where(np.isfinite(values).sum(axis=0) < FEWEST, np.nan, values)
 
 
 def _median_by_sign(values: Array) -> Array:

@@ -31,6 +31,9 @@ SPREAD_OF_FEW = 7.0  # the same for clients with hardly a class to compare
 SCALED_OF_FEW = 5.0  # times the usual standard deviation, as below: each may have a series of its own
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
 MISSING, MORE_MISSING = 0.05, 3.0  # share of inputs, more than before or than so many times that of any peer
+REPEATED = 0.5  # share of samples; a client with more repeated ones than that, and than of any peer as above
+FEWEST_PEERS = 3  # with which the next two are compared
+UNRELATED, RELATED = 0.2, 0.4  # explained variance of targets as a share of the lowest peer's, and that of each peer
 CONSTANT = 0.2  # share of features; the share that do not vary must exceed the peers', or the earlier one, by more
 WITHIN = 0.4  # of the variance that noise adds to inputs, the share that must be visible within classes
 NEAR_FLIP = 9.6  # a log-likelihood ratio that is unusual, but not enough for an accusation
@@ -52,6 +55,12 @@ class DataSuspect:
     sketch: DataSketch
     change: DataChange | None = None
     deviation: DataDeviation | None = None
+
+    @property
+    def has_unrelated_targets(self) -> bool:
+        """Whether it is suspected because its numeric targets do not follow from its inputs, as every peer's do."""
+        changed = self.change is not None and self.change.kind != "inputs"
+        return self.kind == "label_noise" and self.deviation is None and not changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,11 @@ def judge_data(
                 "input_missing", sketches.newest[node], changes.get(node), deviations.get(node)
             )
         shifted = [node for node in shifted if node not in missing]
+    unlike = _unlike_in_scalars(sketches, [node for node in present if node not in suspects], deviations, known)
+    suspects |= {
+        node: _suspect_of(kind, sketches.newest[node], changes.get(node), None) for node, kind in unlike.items()
+    }
+    shifted = [node for node in shifted if node not in unlike]
     many = _another_population(suspects, deviations, known)
     group = tuple(shifted) if GROUP <= len(shifted) <= MOST_OF_GROUP * known and not many else ()
     unusual = {*suspects, *shifted}
@@ -204,6 +218,38 @@ def _has_more_missing(sketches: DataSketches, node: Node, deviations: Mapping[No
         return True
     peers = [sketches.newest[other].scalars.get("missing", 0.0) for other in deviations if other != node]
     return bool(peers) and node in deviations and share > MISSING + MORE_MISSING * max(peers)
+
+
+def _unlike_in_scalars(
+    sketches: DataSketches, nodes: Sequence[Node], deviations: Mapping[Node, DataDeviation], clients: int
+) -> dict[Node, str]:
+    """Return the clients that stand out by a scalar alone, with the kind of fault; nobody if too many do."""
+    unlike: dict[Node, str] = {}
+    for kind, stands_out in (("label_noise", _has_unrelated_targets), ("input_repeated", _is_repetitive)):
+        found = [node for node in nodes if node in deviations and stands_out(sketches, node, deviations)]
+        unlike |= dict.fromkeys(found if len(found) <= max(1, MANY * clients) else (), kind)
+    return unlike
+
+
+def _is_repetitive(sketches: DataSketches, node: Node, deviations: Mapping[Node, DataDeviation]) -> bool:
+    """Return whether more than half of a client's samples repeat others of its own, and far fewer of any peer's do."""
+    share, peers = _beside_peers(sketches, node, deviations, "duplicates")
+    return len(peers) >= FEWEST_PEERS and share > max(REPEATED, MORE_MISSING * max(peers))
+
+
+def _has_unrelated_targets(sketches: DataSketches, node: Node, deviations: Mapping[Node, DataDeviation]) -> bool:
+    """Return whether a client's numeric targets have nothing to do with its inputs, although every peer's have."""
+    share, peers = _beside_peers(sketches, node, deviations, "explained")
+    return len(peers) >= FEWEST_PEERS and min(peers) > RELATED and share < UNRELATED * min(peers)
+
+
+def _beside_peers(
+    sketches: DataSketches, node: Node, deviations: Mapping[Node, DataDeviation], name: str
+) -> tuple[float, list[float]]:
+    """Return a scalar of a client, NaN if it was not measured, and those of its peers."""
+    known = {other: sketches.newest[other].scalars.get(name, math.nan) for other in {node, *deviations}}
+    own = known.pop(node)
+    return own, [value for value in known.values() if math.isfinite(value)]
 
 
 def _suspect_of(

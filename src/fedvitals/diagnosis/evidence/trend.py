@@ -16,10 +16,15 @@ import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence.attendance import clients_with_few_samples, groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
+from fedvitals.diagnosis.evidence.different_classes import trains_different_classes
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
 from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, INPUT_FAULTS, MULTIPLES
-from fedvitals.diagnosis.evidence.label_counts import label_counts, predicts_texts
+from fedvitals.diagnosis.evidence.label_counts import (
+    clients_with_rare_labels,
+    label_counts,
+    predicts_texts,
+)
 from fedvitals.diagnosis.evidence.learning_rates import METRIC as LEARNING_RATE
 from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features, linear_features
@@ -148,6 +153,7 @@ class EvidenceTrend:
         self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
         self._explained: dict[Node, int] = {}  # round in which an exact finding last explained a client's signs
         self._excluded: dict[Node, frozenset[str]] = {}  # kinds ruled out by a client's data and settings of the round
+        self._with_rare_labels: frozenset[Node] = frozenset()
         self.exchanging = False  # whether clients pass models on, so that a fault makes neighbours look faulty
         self.largest = 0.0  # the largest median norm of the clients' updates in any round
 
@@ -188,11 +194,15 @@ class EvidenceTrend:
             if node not in factors
         }
         self._excluded = _excluded_kinds(history, round_index)
+        self._with_rare_labels = clients_with_rare_labels(history, round_index)
         exchanged = self.exchanging = groups_exchange_models(groups_of(history, round_index))
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
             few = clients_with_few_samples(history, round_index)
-            comparable = np.array([node not in few for node in vital_signs.nodes], np.bool_)
+            # Where all differ by their classes, evidence only says what was done to an update known to be altered.
+            apart = trains_different_classes(history, round_index)
+            judged = [node in self.altered_since if apart else node not in few for node in vital_signs.nodes]
+            comparable = np.array(judged, np.bool_)
             self._add_evidence(round_index, rows, self.scores, vital_signs, cohort, comparable)
         self._count_classified(history, round_index, rows, vital_signs)
         self._update_suspected_kinds(vital_signs.nodes, rows, unaltered)
@@ -319,8 +329,9 @@ class EvidenceTrend:
             self._clear_suspicion(node)
             return
         logs = self.views[view].kind_logs(node)
-        if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
-            # Telemetry of a client that sent what it trained supplements what the server sees, without replacing it.
+        if view == "telemetry" and (honest or not len(logs)) and self.model.views["server"].kinds == kinds:
+            # Telemetry of a client that sent what it trained supplements what the server sees, without replacing it. Of
+            # other clients, the fit may not have been measured yet.
             logs = np.concatenate([logs, self.views["server"].kind_logs(node)])
         chances = self.kind_chances[node] = fault_kind_chances(logs, kinds, possible)
         if "label_noise" in chances and honest:
@@ -348,6 +359,8 @@ class EvidenceTrend:
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         excluded = self._excluded.get(node, frozenset())
+        if "server" not in fired and node in self._with_rare_labels:
+            excluded |= DATA_FAULTS
         before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
         needed = min(CLEARED * self.limits["server"], CAP)  # no sum is larger
         if honest and not any(before) and self.views["server"].total(node) < needed:

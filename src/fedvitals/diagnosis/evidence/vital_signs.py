@@ -142,7 +142,7 @@ def _update_signs(
     if len(nodes) and np.nanmedian(np.where(np.isnan(nearest), -1.0, nearest)) > _EXCHANGED:
         nearest = np.full(len(nodes), np.nan)  # members of an averaging edge send the same, which is not a copy
     shares = _aligned(history, "update.alignment", ("share",), round_index, nodes)[:, :, 0]
-    head = _head(history.layers("update.alignment"))
+    head = head_index(history.layers("update.alignment"))
     return {
         "norm": _log(metric("update.norm")),
         "share_first": _log(shares[:, 0], _SHARE),
@@ -171,7 +171,7 @@ def _training_signs(
     gradient, last = _log(metric("gradient.norm")), _log(metric("gradient.norm_last"))
     steps, samples = metric("steps"), metric("samples")
     sizes = _aligned(history, "gradient", ("rms",), round_index, nodes)[:, :, 0]
-    head = _head(history.layers("gradient"))
+    head = head_index(history.layers("gradient"))
     return {
         "loss_before": before,
         "loss_after": after,
@@ -206,7 +206,7 @@ def _aligned(history: History, family: str, statistics: tuple[str, ...], round_i
     return aligned
 
 
-def _head(layers: tuple[str, ...]) -> int:
+def head_index(layers: tuple[str, ...]) -> int:
     """Return the index of the last weight, that of the classifier."""
     weights = [i for i, name in enumerate(layers) if "weight" in name.rsplit(".", 1)[-1]]
     return weights[-1] if weights else max(0, len(layers) - 1)
