@@ -396,7 +396,13 @@ def _results(
 
 def _norm_of_all(norms: Array, count: int) -> float:
     """Return the norm of as many changes together; those whose turn it is not are taken to be like the others."""
-    return math.sqrt(float(np.nanmean(norms**2)) * count)
+    known = _known(norms)
+    return math.sqrt(float(known @ known) / len(known) * count) if len(known) else math.nan
+
+
+def _known(values: Array) -> Array:
+    """Return the values that are not NaN."""
+    return np.asarray(values[~np.isnan(values)])
 
 
 def _empty(pairs: int) -> tuple[Array, Array]:
@@ -415,7 +421,7 @@ def _whole(rows: Array, scale: float | None) -> dict[str, float]:
     means = ("effective_rank", "stable_rank", "energy_above", "energy_kept")
     metrics = {f"adapter.{name}": columns[name] for name in means}
     metrics |= {"adapter.product_error": columns["error"], "adapter.product_error_by_rank": columns["error_by_rank"]}
-    measured = {name: float(np.nanmean(v)) for name, v in metrics.items() if not np.isnan(v).all()}
+    measured = {name: float(known.sum() / len(known)) for name, v in metrics.items() if len(known := _known(v))}
     for name in ("change", "drift"):
         measured[f"adapter.{name}"] = _norm_of_all(columns[name], len(rows))
     measured["adapter.unmoved"] = float((columns["moved"] == 0).sum())

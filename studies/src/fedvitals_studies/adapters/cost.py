@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="of the large model's blocks")
     chosen = parser.parse_args()
     if not chosen.large:
+        torch.set_num_threads(1)  # of several, the training thread's time would count only its own part
         model = GPT(96, 3, 4, 256)
         seconds, signs = trial_shares(model, ROUNDS)
         size = sum(p.numel() for p in model.parameters()) / 1e6
