@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+import torch
 from starlette.testclient import TestClient
 
 import fedvitals as fv
@@ -82,6 +83,23 @@ def test_of_many_classes_those_that_are_harder_than_for_others(tmp_path):
     assert by_name["3"].loss > 5 * by_name["3"].median  # what was a 7 does not look like a 3
 
 
+def test_a_client_with_other_classes_hides_nobody(tmp_path):
+    """Its table comes last, and has other rows than those of the others."""
+    store = tmp_path / "classes.db"
+    with fv.Monitor(store, "classes", probes="deep", strict=True) as monitor, monitor.round(0):
+        for name, classes in (("c0", 3), ("c1", 3), ("z", 5)):
+            model = torch.nn.Linear(4, classes)
+            data = torch.randn(40, 4), torch.arange(40) % classes
+            with monitor.client(name, model, data=data, loss=torch.nn.functional.cross_entropy):
+                torch.nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+    with open_reader(store) as reader:
+        run = list_runs(reader)[0].id
+        shown = {name: loss_bands(reader, run, name) for name in ("c0", "c1", "z")}
+    assert {name: len(classes.bands) for name, (classes,) in shown.items()} == {"c0": 3, "c1": 3, "z": 5}
+    assert shown["c0"][0].bands[0].median == pytest.approx(shown["c1"][0].bands[0].loss)
+    assert shown["z"][0].bands[0].median is None  # nobody else has these classes
+
+
 @pytest.mark.browser
 @needs_browser
 def test_the_client_page_shows_them(store, page):
@@ -91,7 +109,7 @@ def test_the_client_page_shows_them(store, page):
         ready(page, f"{url}/runs/{run}/clients/c1", "client")
         panel = page.get_by_role("region", name="training losses")
         assert panel.locator("caption").all_inner_texts() == [
-            "by the number of the token in the vocabulary, r1", "by the number of targets in the text, r1",
+            "by number of the token in the vocabulary, r1", "by number of targets in the text, r1",
         ]  # fmt: skip
         cells = panel.locator("tr", has_text="1,024–4,095").locator("td").all_inner_texts()
         assert len(cells) == 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federations whose clients hold one class each: those that share a class are twins, and that is no fault."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fedvitals.diagnosis.abstentions import NOT_JUDGED
 from fedvitals.diagnosis.evidence.different_classes import trains_different_classes
 from fedvitals.diagnosis.evidence.label_counts import clients_with_rare_labels
 from fedvitals.store import MemoryStore
+from support.plain_federation import train_rounds
 
 CULPRITS = ("c2", "c5", "c7")
 
@@ -86,20 +87,8 @@ def test_clients_whose_classes_hardly_anyone_else_has_are_not_accused_of_their_l
     model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
     store = MemoryStore()
     with fv.Monitor(None, sinks=[store], strict=True) as monitor:
-        for round_index in range(14):
-            trained = []
-            with monitor.round(round_index, model):
-                for client, (x, y) in enumerate(data):
-                    local = copy.deepcopy(model)
-                    optimizer = torch.optim.Adam(local.parameters(), 1e-3)
-                    with monitor.client(f"c{client}", local, data=(x, y), loss=cross_entropy):
-                        for batch in [*torch.arange(60).split(16)] * 2:
-                            optimizer.zero_grad()
-                            cross_entropy(local(x[batch]), y[batch]).backward()
-                            optimizer.step()
-                    trained.append(local.state_dict())
-                mean = {name: sum(state[name] for state in trained) / len(trained) for name in model.state_dict()}
-                model.load_state_dict(mean)
+        adam = partial(torch.optim.Adam, lr=1e-3)
+        train_rounds(monitor, model, data, rounds=14, loss=cross_entropy, optimizer=adam, batch=16, passes=2)
         findings = monitor.findings()
     assert clients_with_rare_labels(store.history(monitor.run.id), 13) >= {"c6", "c7"}
     assert accused(findings) == set()

@@ -181,7 +181,7 @@ class TokenCounts:
             return 0.0
         products, tables, parameters = set[int](), set[int](), list[Tensor]()
         for module in walked(self._model):
-            own = module._parameters  # noqa: SLF001 - a tenth of the time that `parameters` takes
+            own = module._parameters  # noqa: SLF001 - faster than `parameters`
             parameters += [p for p in own.values() if p is not None and p.dim() > 1]
             if isinstance(module, nn.Linear | nn.Embedding):
                 (tables if isinstance(module, nn.Embedding) else products).add(id(module.weight))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import fedvitals as fv
 from fedvitals.diagnosis.detectors.against_cohort import _places
 from fedvitals.store import MemoryStore
+from support.plain_federation import train_rounds
 
 
 def federate(factor, rounds=10, rate=0.1, steps=5):
@@ -79,23 +81,10 @@ def test_labels_that_were_inverted_from_the_start_are_found_where_there_is_no_ac
     y = (x @ teacher + torch.randn(480, 5) > 1).float()
     y[2::6] = 1 - y[2::6]
     model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5))
+    data = [(x[index::6], y[index::6]) for index in range(6)]
+    loss, sgd = nn.functional.binary_cross_entropy_with_logits, partial(torch.optim.SGD, lr=0.2, momentum=0.9)
     with fv.Monitor(None, machine=False, strict=True) as monitor:
-        for number in range(6):
-            locals_ = []
-            with monitor.round(number, model):
-                for index in range(6):
-                    local, own = copy.deepcopy(model), (x[index::6], y[index::6])
-                    optimizer = torch.optim.SGD(local.parameters(), 0.2, momentum=0.9)
-                    loss = nn.functional.binary_cross_entropy_with_logits
-                    with monitor.client(f"c{index}", local, data=own, loss=loss):
-                        for _ in range(5):
-                            optimizer.zero_grad()
-                            loss(local(own[0]), own[1]).backward()
-                            optimizer.step()
-                    locals_.append(local)
-                with torch.no_grad():
-                    for shared, *own in zip(*(m.parameters() for m in (model, *locals_)), strict=True):
-                        shared.copy_(torch.stack(own).mean(0))
+        train_rounds(monitor, model, data, rounds=6, loss=loss, optimizer=sgd, passes=5)
         found = monitor.findings()
     assert {(finding.issue, finding.where.node) for finding in found} == {("LABEL_NOISE", "c2")}
     assert "points against those of all others" in found[0].message
@@ -110,22 +99,9 @@ def test_a_client_with_classes_of_its_own_pulls_against_the_others_for_that_reas
         labels = torch.randint(0, 4, (120,)) + (0 if index == 1 else 4)
         data.append((centres[labels] + torch.randn(120, 20), labels))
     store = MemoryStore()
+    loss, sgd = nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.05)
     with fv.Monitor(None, machine=False, strict=True, sinks=[store]) as monitor:
-        for number in range(6):
-            locals_ = []
-            with monitor.round(number, model):
-                for index, (x, y) in enumerate(data):
-                    local = copy.deepcopy(model)
-                    optimizer = torch.optim.SGD(local.parameters(), 0.05)
-                    with monitor.client(f"c{index}", local, data=(x, y), loss=nn.functional.cross_entropy):
-                        for _ in range(5):
-                            optimizer.zero_grad()
-                            nn.functional.cross_entropy(local(x), y).backward()
-                            optimizer.step()
-                    locals_.append(local)
-                with torch.no_grad():
-                    for shared, *own in zip(*(m.parameters() for m in (model, *locals_)), strict=True):
-                        shared.copy_(torch.stack(own).mean(0))
+        train_rounds(monitor, model, data, rounds=6, loss=loss, optimizer=sgd, passes=5)
         found = monitor.findings()
     history = store.history(monitor.run.id)
     assert _places(history, 5)["c1"].is_reversed

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shuffled targets, random labels of which samples have several, and repeated samples, from the first round on."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch.nn import functional
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.store import MemoryStore
+from support.plain_federation import train_rounds
 
 CULPRIT = "c5"
 
@@ -51,20 +52,7 @@ def train(data, loss, privacy):
     outputs = y.shape[1] if y.dim() == 2 else 4
     model = torch.nn.Sequential(torch.nn.Linear(x.shape[1], 32), torch.nn.ReLU(), torch.nn.Linear(32, outputs))
     with fv.Monitor(None, strict=True, privacy=privacy) as monitor:
-        for round_index in range(4):
-            trained = []
-            with monitor.round(round_index, model):
-                for client, (x, y) in enumerate(data):
-                    local = copy.deepcopy(model)
-                    optimizer = torch.optim.Adam(local.parameters(), 1e-2)
-                    with monitor.client(f"c{client}", local, data=(x, y), loss=loss):
-                        for batch in torch.arange(len(x)).split(16):
-                            optimizer.zero_grad()
-                            loss(local(x[batch]), y[batch]).backward()
-                            optimizer.step()
-                    trained.append(local.state_dict())
-                mean = {name: sum(state[name] for state in trained) / len(trained) for name in model.state_dict()}
-                model.load_state_dict(mean)
+        train_rounds(monitor, model, data, rounds=4, loss=loss, optimizer=partial(torch.optim.Adam, lr=1e-2), batch=16)
         return monitor.findings()
 
 

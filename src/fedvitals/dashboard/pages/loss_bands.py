@@ -55,7 +55,7 @@ def loss_bands(reader: Reader, run: str, node: str) -> list[LossBands]:
 
 
 def _of_family(reader: Reader, run: str, node: str, family: str, round_index: int) -> LossBands | None:
-    measured = layer_round(reader, run, family, round_index)
+    measured = layer_round(reader, run, family, round_index, like=node)
     if node not in measured.nodes:
         return None
     mine = measured.nodes.index(node)

@@ -303,8 +303,11 @@ def layer_families(reader: Reader, run: str) -> list[str]:
     return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
 
 
-def layer_round(reader: Reader, run: str, family: str, round_index: int) -> LayerRound:
-    """Return every node's newest matrix of a family in that round."""
+def layer_round(reader: Reader, run: str, family: str, round_index: int, like: Node | None = None) -> LayerRound:
+    """Return the newest matrices of a family in that round, of all nodes whose rows are the same as those of `like`.
+
+    Without it, the rows are those of the newest matrix: models of several kinds may take part in a run.
+    """
     blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
@@ -314,7 +317,13 @@ def layer_round(reader: Reader, run: str, family: str, round_index: int) -> Laye
     )
     blocks.sort(key=itemgetter(0, 1))
     newest: dict[int, tuple[float, Array]] = {}
-    table = blocks[-1][2] if blocks else None
+    own = None if like is None else reader.names.number(like)
+
+    def has(row: Sequence[Any]) -> bool:
+        rounds, _, nodes = coordinates_of(row[4], row[3])
+        return bool(((rounds == round_index) & (nodes == own)).any())
+
+    table = next((row[2] for row in reversed(blocks) if like is None or has(row)), None)
     for _, same in groupby((row for row in blocks if row[2] == table), key=itemgetter(0)):
         block = list(same)
         count = block[0][3]

@@ -37,7 +37,13 @@ ENTRY = "fedvitals_studies.reproduce.piece:main"  # what a pack's run.py calls
     help="Begin no run that would not fit into so many minutes.",
 )
 @click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
-@click.option("--part", default=24, metavar="MIB", help="With --pack: the most that a folder of data may have.")
+@click.option(
+    "--part",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="MIB",
+    help="With --pack: the most that a folder of data may have.",
+)
 @click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
 @click.option(
@@ -61,7 +67,7 @@ def command(
     device: str | None,
     minutes: float | None,
     pack: str | None,
-    part: int,
+    part: int | None,
     python: str,
     wheel: tuple[str, ...],
     pieces: str | None,
@@ -208,14 +214,16 @@ def _pieces(
 
 
 def _pack(
-    folder: Path, done: Path, part: int, data: Path | None, python: str, wheels: list[Path], *, as_json: bool
+    folder: Path, done: Path, part: int | None, data: Path | None, python: str, wheels: list[Path], *, as_json: bool
 ) -> None:
-    from fedvitals_studies.packs.pack import pack, size
+    from fedvitals_studies.packs.pack import PART_BYTES, pack, size
     from fedvitals_studies.reproduce import bundle
     from fedvitals_studies.reproduce.data import packed_gtsrb
 
     with packed_gtsrb(data) as files:
-        made = pack(folder, data=files, entry=ENTRY, python=python, wheels=wheels, part_bytes=part << 20)
+        made = pack(
+            folder, data=files, entry=ENTRY, python=python, wheels=wheels, part_bytes=part << 20 if part else PART_BYTES
+        )
     bundle.write_done(made.code / bundle.DONE, done)
     told = {str(part): size(part) for part in (made.code, *made.parts)}
     if as_json:

@@ -69,7 +69,7 @@ export function labelBars(labels) {
 /** Training losses by class; of a language model by bands of tokens, and of lengths of texts. */
 export function lossBands(parts) {
   return parts.map((part) => h("table", { class: "data small" },
-    h("caption", { class: "small muted", text: `by the ${part.title}, r${part.round}${part.total > part.bands.length ? `, highest ${part.bands.length} of ${part.total}` : ""}` }),
+    h("caption", { class: "small muted", text: `by ${part.title}, r${part.round}${part.total > part.bands.length ? `, highest ${part.bands.length} of ${part.total}` : ""}` }),
     h("thead", {}, h("tr", {}, [part.title === "class" ? "class" : "band", part.counted === "texts" ? "texts" : part.title === "class" ? "samples" : "targets", "loss", "others", "right"].map((text, i) => h("th", {
       scope: "col", class: i ? "num" : null, title: { loss: "mean, in nats", others: "median of the other clients' mean losses", right: "share of targets predicted right" }[text] ?? null, text,
     })))),
